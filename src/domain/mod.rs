@@ -1,0 +1,30 @@
+//! The rules, and nothing else: no I/O, no HTTP, no SQL.
+
+pub mod claim;
+pub mod json;
+pub mod key;
+pub mod ledger;
+pub mod rfc3339;
+pub mod text;
+
+/// A point in time, always in UTC, taken from the database's clock.
+pub type Time = chrono::DateTime<chrono::Utc>;
+
+/// A fault in a request: which member, and what is wrong with it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Invalid {
+    /// RFC 6901 pointer to the member; empty for the whole document.
+    pub pointer: String,
+    /// What is wrong, for a person to read.
+    pub detail: String,
+}
+
+impl Invalid {
+    /// A fault at `pointer`.
+    pub fn new(pointer: impl Into<String>, detail: impl Into<String>) -> Self {
+        Self {
+            pointer: pointer.into(),
+            detail: detail.into(),
+        }
+    }
+}

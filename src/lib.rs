@@ -1,0 +1,3 @@
+//! temporary
+pub mod domain;
+pub mod store;

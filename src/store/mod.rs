@@ -1,0 +1,242 @@
+//! Where keys are kept: SQL, and nothing else.
+//!
+//! [`Store`] is all that the rest of the service knows of a database. Postgres and SQLite each
+//! implement it in their own way; the rows and the tables are the same.
+
+mod adopt;
+pub mod postgres;
+mod rows;
+mod schema;
+pub mod sqlite;
+
+use std::collections::BTreeMap;
+
+use diesel::r2d2::PoolError;
+use diesel::result::{DatabaseErrorKind, Error as DieselError};
+
+use self::rows::{GateRow, LedgerRow, Seen};
+use crate::domain::Time;
+use crate::domain::claim::{Claim, KeyReused, Verdict};
+use crate::domain::ledger::{Event, KeyState, Refusal, Report, Status};
+use crate::domain::text::IdempotencyKey;
+
+/// A database that keeps the gate and the ledger. Every call is one transaction, blocks the
+/// thread that makes it, and has either happened wholly or not at all when it fails; only
+/// where the connection broke during the commit nobody knows, and asking again tells.
+pub trait Store: Send + Sync {
+    /// Decides a batch of claims, in their order. One key that is reused with another payload
+    /// refuses the whole batch: then nothing is written, and the claims at fault say so.
+    ///
+    /// # Errors
+    ///
+    /// The database could not do it.
+    fn claim(&self, claims: &[Claim]) -> Result<Vec<Result<Verdict, KeyReused>>, StoreError>;
+
+    /// Records what became of the work; none where the key is unknown.
+    ///
+    /// # Errors
+    ///
+    /// The database could not do it.
+    fn settle(&self, report: &Report) -> Result<Option<Settled>, StoreError>;
+
+    /// What is known of a key; none where it is unknown.
+    ///
+    /// # Errors
+    ///
+    /// The database could not do it.
+    fn entry(&self, key: &IdempotencyKey) -> Result<Option<Entry>, StoreError>;
+
+    /// Entries, newest change first.
+    ///
+    /// # Errors
+    ///
+    /// The database could not do it.
+    fn list(&self, filter: &Filter) -> Result<Page, StoreError>;
+
+    /// Whether the database can be reached and written to.
+    ///
+    /// # Errors
+    ///
+    /// It can not.
+    fn ready(&self) -> Result<(), StoreError>;
+}
+
+/// What is known of a key at a point in time.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Entry {
+    /// Whose work.
+    pub key: IdempotencyKey,
+    /// What is known of it.
+    pub state: KeyState,
+    /// What happened to it; empty in lists.
+    pub history: Vec<Event>,
+    /// The database's time at which it was read.
+    pub now: Time,
+}
+
+impl Entry {
+    /// An element of a list, from a row of the ledger.
+    fn of_ledger(row: &LedgerRow, seen: Seen, now: Time) -> Result<Self, StoreError> {
+        Ok(Self {
+            key: IdempotencyKey::from_store(row.idempotency_key.clone()),
+            state: rows::ledger_state(row, seen)?,
+            history: Vec::new(),
+            now,
+        })
+    }
+
+    /// An element of a list, from a row of the gate.
+    fn of_gate(row: &GateRow, now: Time) -> Self {
+        Self {
+            key: IdempotencyKey::from_store(row.idempotency_key.clone()),
+            state: rows::gate_state(row),
+            history: Vec::new(),
+            now,
+        }
+    }
+}
+
+/// The history of a key: where the ledger has none, the claim at the gate.
+fn history(state: &KeyState, written: Vec<Event>) -> Vec<Event> {
+    if state.in_ledger {
+        written
+    } else {
+        vec![state.gate_event()]
+    }
+}
+
+/// The first claim on each key of a batch, in the order of the keys.
+fn first_of_each_key(claims: &[Claim]) -> BTreeMap<&IdempotencyKey, &Claim> {
+    let mut firsts = BTreeMap::new();
+    for claim in claims {
+        firsts.entry(&claim.key).or_insert(claim);
+    }
+    firsts
+}
+
+/// What a report came to.
+#[derive(Debug)]
+pub struct Settled {
+    /// The entry after it.
+    pub entry: Entry,
+    /// Whether it changed anything, or why it was refused.
+    pub answer: Result<bool, Refusal>,
+}
+
+/// Which entries to list.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct Filter {
+    /// Only those in this status. Keys at the gate alone are listed by [`Status::Claimed`] and
+    /// by their own name only.
+    pub status: Option<Status>,
+    /// Only those with, or only those without a conflict.
+    pub conflict: Option<bool>,
+    /// Only those of this order.
+    pub order_id: Option<String>,
+    /// Only that of this key.
+    pub key: Option<IdempotencyKey>,
+    /// How many at most.
+    pub limit: u32,
+    /// Only those behind this one.
+    pub cursor: Option<Cursor>,
+}
+
+impl Filter {
+    /// Whether keys are asked for that are claimed at the gate alone.
+    fn includes_gate(&self) -> bool {
+        let by_status = match self.status {
+            Some(status) => status == Status::Claimed,
+            None => self.key.is_some(),
+        };
+        by_status && self.conflict != Some(true)
+    }
+}
+
+/// A place in a list: behind the entry that was changed then and has this key.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Cursor {
+    /// When the entry was last changed.
+    pub updated_at: Time,
+    /// Its key.
+    pub key: IdempotencyKey,
+}
+
+/// A part of a list.
+#[derive(Debug)]
+pub struct Page {
+    /// The entries, without their history.
+    pub entries: Vec<Entry>,
+    /// Where the next part begins; none at the end.
+    pub next: Option<Cursor>,
+}
+
+impl Page {
+    /// Puts a page together from what the ledger and the gate hold, each in order and each of
+    /// `limit + 1` entries at most.
+    fn merge(mut entries: Vec<Entry>, gate: Vec<Entry>, limit: u32) -> Self {
+        entries.extend(gate);
+        entries.sort_by(|a, b| (b.state.updated_at, &b.key).cmp(&(a.state.updated_at, &a.key)));
+        let limit = limit as usize;
+        let has_more = entries.len() > limit;
+        entries.truncate(limit);
+        let next = entries.last().filter(|_| has_more).map(|last| Cursor {
+            updated_at: last.state.updated_at,
+            key: last.key.clone(),
+        });
+        Self { entries, next }
+    }
+}
+
+/// Why the database could not do something. The texts are for the log.
+#[derive(Debug, thiserror::Error)]
+pub enum StoreError {
+    /// It is out of reach, is going down, is full, or did not answer in time: what was asked
+    /// may be asked again.
+    #[error("the database is out of reach: {0}")]
+    Unavailable(String),
+    /// It said something that it should never have to say.
+    #[error("unexpected answer of the database: {0}")]
+    Unexpected(String),
+}
+
+/// Why the service cannot start on a database. The texts are for whoever starts it.
+#[derive(Debug, thiserror::Error)]
+pub enum StartError {
+    /// It is out of reach: trying again may help.
+    #[error("{0}")]
+    Unavailable(String),
+    /// It holds something that is not ours, or that we may not change.
+    #[error("{0}")]
+    Unusable(String),
+}
+
+impl From<PoolError> for StoreError {
+    fn from(error: PoolError) -> Self {
+        Self::Unavailable(error.to_string())
+    }
+}
+
+impl From<DieselError> for StoreError {
+    fn from(error: DieselError) -> Self {
+        let text = error.to_string();
+        match error {
+            // A statement never finds its data wrong: what is sent is checked, and what is
+            // stored is ours. So a kind that diesel has no name for comes from the server's
+            // state: shutting down, read-only, out of space, a lock or a statement that took
+            // too long.
+            DieselError::DatabaseError(
+                DatabaseErrorKind::ClosedConnection
+                | DatabaseErrorKind::UnableToSendCommand
+                | DatabaseErrorKind::SerializationFailure
+                | DatabaseErrorKind::ReadOnlyTransaction
+                | DatabaseErrorKind::Unknown,
+                _,
+            )
+            | DieselError::BrokenTransactionManager
+            | DieselError::AlreadyInTransaction
+            | DieselError::NotInTransaction
+            | DieselError::RollbackErrorOnCommit { .. } => Self::Unavailable(text),
+            _ => Self::Unexpected(text),
+        }
+    }
+}

@@ -1,0 +1,137 @@
+//! Looks at tables that exist before the first migration.
+
+use diesel::pg::PgConnection;
+use diesel::prelude::*;
+use diesel::sql_types::{Bool, Nullable, Text};
+
+use super::super::adopt::{Column, Dialect, Existing, Kind, TABLES, Table, fault as fault_of};
+
+const DIALECT: Dialect = Dialect {
+    fits,
+    adds_if_missing: true,
+};
+
+fn fits(type_name: &str, kind: Kind) -> bool {
+    match kind {
+        Kind::Text => matches!(type_name, "text" | "character varying"),
+        Kind::Time => type_name == "timestamp with time zone",
+        Kind::Integer => type_name == "integer",
+        Kind::BigInt => type_name == "bigint",
+        Kind::Bool => type_name == "boolean",
+        Kind::Bytes => type_name == "bytea",
+    }
+}
+
+#[derive(QueryableByName)]
+struct Schema {
+    #[diesel(sql_type = Nullable<Text>)]
+    name: Option<String>,
+}
+
+#[derive(QueryableByName)]
+struct ColumnRow {
+    #[diesel(sql_type = Text)]
+    name: String,
+    #[diesel(sql_type = Text)]
+    type_name: String,
+    #[diesel(sql_type = Bool)]
+    not_null: bool,
+    #[diesel(sql_type = Bool)]
+    has_default: bool,
+}
+
+#[derive(QueryableByName)]
+struct ConstraintRow {
+    #[diesel(sql_type = Text)]
+    name: String,
+    #[diesel(sql_type = Bool)]
+    is_key: bool,
+}
+
+/// What keeps the tables of the current schema from being adopted; none: nothing does.
+pub(super) fn fault(connection: &mut PgConnection) -> QueryResult<Option<String>> {
+    let schema: Schema =
+        diesel::sql_query("SELECT current_schema()::text AS name").get_result(connection)?;
+    let Some(schema) = schema.name else {
+        return Ok(Some(
+            "no schema of the search path exists: create it (CREATE SCHEMA …) or correct search_path in DATABASE_URL".into(),
+        ));
+    };
+    for table in &TABLES {
+        let existing = existing(connection, &schema, table)?;
+        if let Some(fault) = existing.and_then(|existing| fault_of(table, &existing, &DIALECT)) {
+            return Ok(Some(format!(
+                "schema {schema}: {fault}. To use another schema, create one (CREATE SCHEMA dedup_gate) and add ?options=-csearch_path%3Ddedup_gate to DATABASE_URL"
+            )));
+        }
+    }
+    Ok(None)
+}
+
+fn existing(
+    connection: &mut PgConnection,
+    schema: &str,
+    table: &Table,
+) -> QueryResult<Option<Existing>> {
+    let columns: Vec<ColumnRow> = diesel::sql_query(
+        "SELECT attname::text AS name, format_type(atttypid, atttypmod) AS type_name, \
+             attnotnull AS not_null, \
+             atthasdef OR attidentity <> '' OR attgenerated <> '' AS has_default \
+         FROM pg_attribute JOIN pg_class ON pg_class.oid = attrelid \
+         JOIN pg_namespace ON pg_namespace.oid = relnamespace \
+         WHERE nspname = $1 AND relname = $2 AND attnum > 0 AND NOT attisdropped \
+         ORDER BY attnum",
+    )
+    .bind::<Text, _>(schema)
+    .bind::<Text, _>(table.name)
+    .load(connection)?;
+    if columns.is_empty() {
+        return Ok(None);
+    }
+    // The key must be one that ON CONFLICT can use, and its texts equal only byte by byte.
+    let constraints: Vec<ConstraintRow> = diesel::sql_query(
+        "SELECT index_class.relname::text AS name, \
+             indimmediate AND indisvalid AND indpred IS NULL AND indexprs IS NULL \
+             AND (SELECT array_agg(attname::text ORDER BY place) \
+                  FROM unnest(indkey::int2[]) WITH ORDINALITY AS key (attnum, place) \
+                  JOIN pg_attribute USING (attnum) \
+                  WHERE attrelid = indrelid AND place <= indnkeyatts) = string_to_array($3, ',') \
+             AND NOT EXISTS (SELECT FROM pg_collation \
+                  WHERE oid = ANY (indcollation::oid[]) AND NOT collisdeterministic) AS is_key \
+         FROM pg_index JOIN pg_class AS table_class ON table_class.oid = indrelid \
+         JOIN pg_class AS index_class ON index_class.oid = indexrelid \
+         JOIN pg_namespace ON pg_namespace.oid = table_class.relnamespace \
+         WHERE nspname = $1 AND table_class.relname = $2 AND indisunique \
+         UNION ALL \
+         SELECT conname::text, false \
+         FROM pg_constraint JOIN pg_class ON pg_class.oid = conrelid \
+         JOIN pg_namespace ON pg_namespace.oid = relnamespace \
+         WHERE nspname = $1 AND relname = $2 AND contype IN ('f', 'x') \
+         UNION ALL \
+         SELECT conname::text, false \
+         FROM pg_constraint JOIN pg_class ON pg_class.oid = conrelid \
+         JOIN pg_namespace ON pg_namespace.oid = relnamespace \
+         WHERE nspname = $1 AND relname = $2 AND contype = 'c' AND $2 = 'processed_orders'",
+    )
+    .bind::<Text, _>(schema)
+    .bind::<Text, _>(table.name)
+    .bind::<Text, _>(table.key.join(","))
+    .load(connection)?;
+    Ok(Some(Existing {
+        columns: columns
+            .into_iter()
+            .map(|column| Column {
+                name: column.name,
+                type_name: column.type_name,
+                not_null: column.not_null,
+                has_default: column.has_default,
+            })
+            .collect(),
+        has_key: constraints.iter().any(|constraint| constraint.is_key),
+        constraints: constraints
+            .into_iter()
+            .filter(|constraint| !constraint.is_key)
+            .map(|constraint| constraint.name)
+            .collect(),
+    }))
+}

@@ -1,0 +1,746 @@
+//! The store on Postgres. Any number of replicas may share one database.
+
+mod adopt;
+
+use std::collections::BTreeMap;
+use std::time::{Duration, Instant as Clock};
+
+use chrono::TimeDelta;
+use diesel::connection::SimpleConnection;
+use diesel::dsl::sql;
+use diesel::pg::{Pg, PgConnection};
+use diesel::prelude::*;
+use diesel::r2d2::{ConnectionManager, Pool};
+use diesel::result::{DatabaseErrorKind, Error as DieselError};
+use diesel::sql_types::{Array, BigInt, Binary, Bool, Integer, Nullable, Text};
+use diesel_migrations::{EmbeddedMigrations, MigrationHarness, embed_migrations};
+
+use super::rows::{self, At, GateRow, HistoryRow, LedgerRow, Seen};
+use super::schema::{
+    Instant, processed_orders as gate, run_history as history, run_ledger as ledger,
+};
+use super::{Entry, Filter, Page, Settled, StartError, Store, StoreError};
+use crate::domain::Time;
+use crate::domain::claim::{Claim, Found, KeyReused, Verdict, Write, decide_all};
+use crate::domain::ledger::{Event, KeyState, Report, Status, settle};
+use crate::domain::text::IdempotencyKey;
+
+const MIGRATIONS: EmbeddedMigrations = embed_migrations!("migrations/postgres");
+
+/// How long a connection may take, be it a new one or one of the pool.
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(1);
+
+/// A transaction that the server rolled back (a deadlock, say) is tried again this often, and
+/// only within this time.
+const TRIES: u32 = 3;
+const RETRY_WITHIN: Duration = Duration::from_millis(1500);
+
+/// Set in each transaction, not in the session, so that they hold behind a pooler too. A claim
+/// is never confirmed before it is flushed, whatever the server's default.
+const SETTINGS: &str = "SET LOCAL lock_timeout = '1500ms'; \
+    SET LOCAL statement_timeout = '2s'; \
+    SET LOCAL idle_in_transaction_session_timeout = '5s'; \
+    SELECT set_config('synchronous_commit', 'on', true) \
+    WHERE current_setting('synchronous_commit') = 'off'";
+
+/// Serialises the migrations of replicas that start at once. Any number will do that nobody
+/// else takes; this one spells "dedup".
+const MIGRATION_LOCK: i64 = 0x64_65_64_75_70;
+
+/// The gate and the ledger in a Postgres database.
+pub struct PostgresStore {
+    pool: Pool<ConnectionManager<PgConnection>>,
+    replay_window: TimeDelta,
+}
+
+/// How a transaction ends that is not to be committed.
+enum Undo<T> {
+    /// The database could not do it.
+    Failed(StoreError),
+    /// The server rolled it back; it may be tried again.
+    RolledBack(StoreError),
+    /// It has an answer, and nothing is to be written.
+    Answer(T),
+}
+
+impl<T> From<DieselError> for Undo<T> {
+    fn from(error: DieselError) -> Self {
+        let is_rolled_back = matches!(
+            error,
+            DieselError::DatabaseError(
+                DatabaseErrorKind::SerializationFailure | DatabaseErrorKind::Unknown,
+                _
+            )
+        );
+        let error = StoreError::from(error);
+        if is_rolled_back {
+            Self::RolledBack(error)
+        } else {
+            Self::Failed(error)
+        }
+    }
+}
+
+impl<T> From<StoreError> for Undo<T> {
+    fn from(error: StoreError) -> Self {
+        Self::Failed(error)
+    }
+}
+
+impl PostgresStore {
+    /// Connects, migrates the database, and makes a pool of at most `connections`.
+    ///
+    /// # Errors
+    ///
+    /// The database is out of reach, or holds tables that cannot be adopted.
+    pub fn open(url: &str, connections: u32, replay_window: TimeDelta) -> Result<Self, StartError> {
+        let url = with_defaults(url);
+        Self::migrate(&url)?;
+        let pool = Pool::builder()
+            .max_size(connections)
+            .min_idle(Some(1))
+            .connection_timeout(CONNECT_TIMEOUT)
+            .error_handler(Box::new(LogAtDebug))
+            .build_unchecked(ConnectionManager::new(url));
+        Ok(Self {
+            pool,
+            replay_window,
+        })
+    }
+
+    fn migrate(url: &str) -> Result<(), StartError> {
+        let mut connection = PgConnection::establish(url)
+            .map_err(|error| StartError::Unavailable(one_line(&error.to_string())))?;
+        connection
+            .build_transaction()
+            .read_committed()
+            .run(|connection| {
+                diesel::sql_query("SELECT pg_advisory_xact_lock($1)")
+                    .bind::<BigInt, _>(MIGRATION_LOCK)
+                    .execute(connection)?;
+                let is_new = connection
+                    .applied_migrations()
+                    .map_err(Migration::Failed)?
+                    .is_empty();
+                if is_new && let Some(fault) = adopt::fault(connection)? {
+                    return Err(Migration::Fault(fault));
+                }
+                connection
+                    .run_pending_migrations(MIGRATIONS)
+                    .map_err(Migration::Failed)?;
+                Ok(())
+            })
+            .map_err(|error| match error {
+                Migration::Fault(fault) => StartError::Unusable(fault),
+                Migration::Failed(error) => StartError::Unusable(format!(
+                    "cannot migrate: {}",
+                    one_line(&error.to_string())
+                )),
+                Migration::Database(error) => StartError::Unavailable(one_line(&error.to_string())),
+            })
+    }
+
+    /// Runs `work` on what the database holds at one moment.
+    fn read<T>(
+        &self,
+        work: impl FnOnce(&mut PgConnection) -> Result<T, StoreError>,
+    ) -> Result<T, StoreError> {
+        self.pool
+            .get()?
+            .build_transaction()
+            .repeatable_read()
+            .read_only()
+            .run(|connection| {
+                connection.batch_execute("SET LOCAL statement_timeout = '2s'")?;
+                work(connection)
+            })
+    }
+
+    /// Runs `work` in a transaction. What the server rolls back is tried again, as long as
+    /// there is time; a commit whose answer was lost is not, for it may have happened.
+    fn transact<T>(
+        &self,
+        work: impl Fn(&mut PgConnection) -> Result<T, Undo<T>>,
+    ) -> Result<T, StoreError> {
+        let begun = Clock::now();
+        let mut connection = self.pool.get()?;
+        let mut tries = 1;
+        loop {
+            let done = connection
+                .build_transaction()
+                .read_committed()
+                .run(|connection| {
+                    connection.batch_execute(SETTINGS)?;
+                    work(connection)
+                });
+            match done {
+                Ok(answer) | Err(Undo::Answer(answer)) => return Ok(answer),
+                Err(Undo::RolledBack(error)) if tries < TRIES && begun.elapsed() < RETRY_WITHIN => {
+                    log::debug!("trying a transaction again: {error}");
+                    tries += 1;
+                }
+                Err(Undo::Failed(error) | Undo::RolledBack(error)) => return Err(error),
+            }
+        }
+    }
+}
+
+/// Why the migration stopped.
+enum Migration {
+    Fault(String),
+    Failed(Box<dyn std::error::Error + Send + Sync>),
+    Database(DieselError),
+}
+
+impl From<DieselError> for Migration {
+    fn from(error: DieselError) -> Self {
+        Self::Database(error)
+    }
+}
+
+/// r2d2 tries to connect again by itself; what a caller gets is logged where it is answered.
+#[derive(Debug)]
+struct LogAtDebug;
+
+impl diesel::r2d2::HandleError<diesel::r2d2::Error> for LogAtDebug {
+    fn handle_error(&self, error: diesel::r2d2::Error) {
+        log::debug!("no connection: {}", one_line(&error.to_string()));
+    }
+}
+
+/// libpq writes its errors over several lines.
+fn one_line(text: &str) -> String {
+    text.split_whitespace().collect::<Vec<_>>().join(" ")
+}
+
+/// Adds limits on how long the network may be silent, where the URL does not set them.
+fn with_defaults(url: &str) -> String {
+    let mut url = url.to_owned();
+    for (name, value) in [
+        ("connect_timeout", "2"),
+        ("tcp_user_timeout", "3000"),
+        ("keepalives_idle", "10"),
+        ("keepalives_interval", "5"),
+        ("keepalives_count", "2"),
+        ("fallback_application_name", "dedup-gate"),
+    ] {
+        let query = url.split_once('?').map(|(_, query)| query);
+        let is_set = query.is_some_and(|query| {
+            query
+                .split('&')
+                .any(|pair| pair.split('=').next() == Some(name))
+        });
+        if !is_set {
+            url.push(if query.is_none() { '?' } else { '&' });
+            url.push_str(&format!("{name}={value}"));
+        }
+    }
+    url
+}
+
+#[derive(QueryableByName)]
+struct Inserted {
+    #[diesel(sql_type = Text)]
+    idempotency_key: String,
+    #[diesel(sql_type = Instant)]
+    processed_at: At,
+}
+
+#[derive(QueryableByName)]
+struct Now {
+    #[diesel(sql_type = Instant)]
+    now: At,
+}
+
+/// The database's time, after whatever lock was waited for.
+fn clock(connection: &mut PgConnection) -> QueryResult<Time> {
+    diesel::sql_query("SELECT clock_timestamp() AS now")
+        .get_result::<Now>(connection)
+        .map(|row| row.now.0)
+}
+
+/// Makes the rows of all keys that have none, in one statement, and says which those were.
+/// This is where a key is won: Postgres lets one of any number of concurrent inserts through,
+/// and the others wait here for it to commit or to roll back.
+fn insert(
+    connection: &mut PgConnection,
+    claims: &[&Claim],
+) -> QueryResult<BTreeMap<IdempotencyKey, Time>> {
+    let texts = |of: fn(&Claim) -> Option<&str>| -> Vec<Option<&str>> {
+        claims.iter().map(|claim| of(claim)).collect()
+    };
+    let inserted: Vec<Inserted> = diesel::sql_query(
+        "WITH clock AS MATERIALIZED (SELECT clock_timestamp() AS now) \
+         INSERT INTO processed_orders (idempotency_key, order_id, processed_at, claimant, \
+             api_key, payload_sha256, ttl_seconds, expires_at) \
+         SELECT k, coalesce(o, k), now, c, a, p, t, now + make_interval(secs => t) \
+         FROM unnest($1, $2, $3, $4, $5, $6) AS new (k, o, c, a, p, t), clock \
+         ON CONFLICT (idempotency_key) DO NOTHING \
+         RETURNING idempotency_key, processed_at",
+    )
+    .bind::<Array<Text>, _>(
+        claims
+            .iter()
+            .map(|claim| claim.key.as_str())
+            .collect::<Vec<_>>(),
+    )
+    .bind::<Array<Nullable<Text>>, _>(texts(|claim| claim.order_id.as_deref()))
+    .bind::<Array<Nullable<Text>>, _>(texts(|claim| {
+        claim.holder.as_ref().map(|holder| holder.claimant.as_str())
+    }))
+    .bind::<Array<Nullable<Text>>, _>(texts(|claim| claim.holder.as_ref()?.api_key.as_deref()))
+    .bind::<Array<Nullable<Binary>>, _>(
+        claims
+            .iter()
+            .map(|claim| claim.payload_sha256.as_deref())
+            .collect::<Vec<_>>(),
+    )
+    .bind::<Array<Nullable<Integer>>, _>(
+        claims
+            .iter()
+            .map(|claim| claim.ttl_seconds.map(u32::cast_signed))
+            .collect::<Vec<_>>(),
+    )
+    .load(connection)?;
+    Ok(inserted
+        .into_iter()
+        .map(|row| {
+            (
+                IdempotencyKey::from_store(row.idempotency_key),
+                row.processed_at.0,
+            )
+        })
+        .collect())
+}
+
+/// Locks the gate's rows of these keys, in the order of the keys, so that two batches cannot
+/// lock each other out.
+fn lock_gate(
+    connection: &mut PgConnection,
+    keys: &[&str],
+) -> QueryResult<BTreeMap<String, GateRow>> {
+    let rows: Vec<GateRow> = gate::table
+        .filter(gate::idempotency_key.eq_any(keys))
+        .order(diesel::dsl::sql::<Text>("idempotency_key COLLATE \"C\""))
+        .for_update()
+        .select(GateRow::as_select())
+        .load(connection)?;
+    Ok(rows
+        .into_iter()
+        .map(|row| (row.idempotency_key.clone(), row))
+        .collect())
+}
+
+/// Locks the ledger's rows of these keys, in the order of the keys.
+fn lock_ledger(
+    connection: &mut PgConnection,
+    keys: &[&str],
+) -> QueryResult<BTreeMap<String, LedgerRow>> {
+    let rows: Vec<LedgerRow> = ledger::table
+        .filter(ledger::idempotency_key.eq_any(keys))
+        .order(diesel::dsl::sql::<Text>("idempotency_key COLLATE \"C\""))
+        .for_update()
+        .select(LedgerRow::as_select())
+        .load(connection)?;
+    Ok(rows
+        .into_iter()
+        .map(|row| (row.idempotency_key.clone(), row))
+        .collect())
+}
+
+/// Makes or locks the row of every key that is claimed, and says what is known of it.
+fn find(
+    connection: &mut PgConnection,
+    firsts: &BTreeMap<&IdempotencyKey, &Claim>,
+) -> Result<BTreeMap<IdempotencyKey, Found>, StoreError> {
+    let mut new = BTreeMap::new();
+    let mut old = BTreeMap::new();
+    // A row that stood in the way of the insert may be deleted by hand before it is locked:
+    // then its key is free, and the insert is tried again.
+    loop {
+        let missing: Vec<&Claim> = firsts
+            .iter()
+            .filter(|(key, _)| !new.contains_key(**key) && !old.contains_key(key.as_str()))
+            .map(|(_, claim)| *claim)
+            .collect();
+        if missing.is_empty() {
+            break;
+        }
+        new.extend(insert(connection, &missing)?);
+        let losers: Vec<&str> = missing
+            .iter()
+            .filter(|claim| !new.contains_key(&claim.key))
+            .map(|claim| claim.key.as_str())
+            .collect();
+        if !losers.is_empty() {
+            old.extend(lock_gate(connection, &losers)?);
+        }
+    }
+    // Winners ask the ledger too: their row of the gate may have been deleted by hand, and
+    // what is done stays done.
+    let keys: Vec<&str> = firsts.keys().map(|key| key.as_str()).collect();
+    let entries = lock_ledger(connection, &keys)?;
+    firsts
+        .keys()
+        .map(|&key| {
+            let row = old.get(key.as_str());
+            let entry = entries.get(key.as_str());
+            let found = match (rows::state(row, entry)?, new.get(key)) {
+                (Some(state), _) => Found::Known(state),
+                (None, Some(&at)) => Found::New(at),
+                (None, None) => unreachable!("a row is made or locked for every key"),
+            };
+            Ok((key.clone(), found))
+        })
+        .collect()
+}
+
+/// Writes what a batch of claims has changed.
+fn write_all(connection: &mut PgConnection, writes: &[Write]) -> Result<(), StoreError> {
+    let seen: Vec<&Write> = writes.iter().filter(|write| write.seen > 0).collect();
+    if !seen.is_empty() {
+        count(connection, &seen)?;
+    }
+    let changed: Vec<&Write> = writes.iter().filter(|write| write.changed).collect();
+    let entries: Vec<LedgerRow> = changed
+        .iter()
+        .filter(|write| write.state.in_ledger)
+        .map(|write| LedgerRow::of_state(&write.key, &write.state))
+        .collect();
+    write_entries(connection, &entries)?;
+    for write in changed.iter().filter(|write| !write.state.in_ledger) {
+        write_gate(connection, &write.key, &write.state)?;
+    }
+    let events: Vec<(&IdempotencyKey, &[Event])> = changed
+        .iter()
+        .map(|write| (&write.key, write.events.as_slice()))
+        .collect();
+    write_events(connection, &events)
+}
+
+/// Adds up the duplicates of all keys in one statement.
+fn count(connection: &mut PgConnection, writes: &[&Write]) -> QueryResult<()> {
+    diesel::sql_query(
+        "UPDATE processed_orders SET seen_again = seen_again + n, last_seen_at = at \
+         FROM unnest($1, $2, $3) AS seen (k, n, at) WHERE idempotency_key = k",
+    )
+    .bind::<Array<Text>, _>(
+        writes
+            .iter()
+            .map(|write| write.key.as_str())
+            .collect::<Vec<_>>(),
+    )
+    .bind::<Array<BigInt>, _>(
+        writes
+            .iter()
+            .map(|write| write.seen.cast_signed())
+            .collect::<Vec<_>>(),
+    )
+    .bind::<Array<Nullable<Instant>>, _>(
+        writes
+            .iter()
+            .map(|write| write.state.last_seen_at.map(At))
+            .collect::<Vec<_>>(),
+    )
+    .execute(connection)?;
+    Ok(())
+}
+
+/// Writes rows of the ledger, which are locked or not there yet.
+fn write_entries(connection: &mut PgConnection, entries: &[LedgerRow]) -> Result<(), StoreError> {
+    use diesel::query_dsl::methods::FilterDsl;
+    use diesel::upsert::excluded;
+    // A statement takes 65,535 parameters at most.
+    for chunk in entries.chunks(1000) {
+        let written = diesel::insert_into(ledger::table)
+            .values(chunk)
+            .on_conflict(ledger::idempotency_key)
+            .do_update()
+            .set((
+                ledger::order_id.eq(excluded(ledger::order_id)),
+                ledger::status.eq(excluded(ledger::status)),
+                ledger::attempt.eq(excluded(ledger::attempt)),
+                ledger::claimant.eq(excluded(ledger::claimant)),
+                ledger::api_key.eq(excluded(ledger::api_key)),
+                ledger::processed_at.eq(excluded(ledger::processed_at)),
+                ledger::recognised_from.eq(excluded(ledger::recognised_from)),
+                ledger::payload_sha256.eq(excluded(ledger::payload_sha256)),
+                ledger::ttl_seconds.eq(excluded(ledger::ttl_seconds)),
+                ledger::expires_at.eq(excluded(ledger::expires_at)),
+                ledger::lease_expires_at.eq(excluded(ledger::lease_expires_at)),
+                ledger::external_id.eq(excluded(ledger::external_id)),
+                ledger::result.eq(excluded(ledger::result)),
+                ledger::reason.eq(excluded(ledger::reason)),
+                ledger::retry.eq(excluded(ledger::retry)),
+                ledger::conflict.eq(excluded(ledger::conflict)),
+                ledger::updated_at.eq(excluded(ledger::updated_at)),
+            ))
+            .filter(ledger::attempt.le(excluded(ledger::attempt)))
+            .execute(connection)?;
+        expect_written(written, chunk.len())?;
+    }
+    Ok(())
+}
+
+/// Writes the row of a key that is claimed anew at the gate alone.
+fn write_gate(
+    connection: &mut PgConnection,
+    key: &IdempotencyKey,
+    state: &KeyState,
+) -> Result<(), StoreError> {
+    let row = GateRow::of_state(key, state);
+    let written = diesel::update(gate::table.find(key.as_str()))
+        .filter(gate::attempt.le(row.attempt))
+        .set((
+            gate::order_id.eq(&row.order_id),
+            gate::processed_at.eq(row.processed_at),
+            gate::attempt.eq(row.attempt),
+            gate::claimant.eq(&row.claimant),
+            gate::api_key.eq(&row.api_key),
+            gate::payload_sha256.eq(&row.payload_sha256),
+            gate::ttl_seconds.eq(row.ttl_seconds),
+            gate::expires_at.eq(row.expires_at),
+        ))
+        .execute(connection)?;
+    expect_written(written, 1)
+}
+
+/// The rows are locked, so each names the attempt that was read; if one does not, something
+/// is wrong, and nothing is committed.
+fn expect_written(written: usize, expected: usize) -> Result<(), StoreError> {
+    if written == expected {
+        return Ok(());
+    }
+    Err(StoreError::Unexpected(format!(
+        "{written} of {expected} rows were written: an attempt went backwards"
+    )))
+}
+
+/// Adds to the histories of these keys, whose rows are locked.
+fn write_events(
+    connection: &mut PgConnection,
+    events: &[(&IdempotencyKey, &[Event])],
+) -> Result<(), StoreError> {
+    let keys: Vec<&str> = events.iter().map(|(key, _)| key.as_str()).collect();
+    if events.iter().all(|(_, events)| events.is_empty()) {
+        return Ok(());
+    }
+    let last: BTreeMap<String, Option<i32>> = history::table
+        .filter(history::idempotency_key.eq_any(&keys))
+        .group_by(history::idempotency_key)
+        .select((history::idempotency_key, diesel::dsl::max(history::seq)))
+        .load(connection)?
+        .into_iter()
+        .collect();
+    let mut rows = Vec::new();
+    for (key, events) in events {
+        let seq = last.get(key.as_str()).copied().flatten().unwrap_or(0) + 1;
+        rows.extend(HistoryRow::of_events(key, events, seq)?);
+    }
+    for chunk in rows.chunks(4000) {
+        diesel::insert_into(history::table)
+            .values(chunk)
+            .execute(connection)?;
+    }
+    Ok(())
+}
+
+fn read_history(
+    connection: &mut PgConnection,
+    key: &IdempotencyKey,
+) -> Result<Vec<Event>, StoreError> {
+    let rows: Vec<HistoryRow> = history::table
+        .filter(history::idempotency_key.eq(key.as_str()))
+        .order(history::seq)
+        .select(HistoryRow::as_select())
+        .load(connection)?;
+    rows.iter().map(HistoryRow::event).collect()
+}
+
+impl Store for PostgresStore {
+    fn claim(&self, claims: &[Claim]) -> Result<Vec<Result<Verdict, KeyReused>>, StoreError> {
+        let firsts = super::first_of_each_key(claims);
+        self.transact(|connection| {
+            let found = find(connection, &firsts)?;
+            let now = clock(connection)?;
+            let (verdicts, writes) = decide_all(claims, &found, now, self.replay_window);
+            if verdicts.iter().any(Result::is_err) {
+                return Err(Undo::Answer(verdicts));
+            }
+            write_all(connection, &writes)?;
+            Ok(verdicts)
+        })
+    }
+
+    fn settle(&self, report: &Report) -> Result<Option<Settled>, StoreError> {
+        let key = &report.key;
+        self.transact(|connection| {
+            let row = lock_gate(connection, &[key.as_str()])?.remove(key.as_str());
+            let entry = lock_ledger(connection, &[key.as_str()])?.remove(key.as_str());
+            let Some(state) = rows::state(row.as_ref(), entry.as_ref())? else {
+                return Ok(None);
+            };
+            let now = clock(connection)?;
+            let mut history = read_history(connection, key)?;
+            let settlement = settle(&state, &history, report, now);
+            if !settlement.events.is_empty() {
+                write_entries(connection, &[LedgerRow::of_state(key, &settlement.state)])?;
+                write_events(connection, &[(key, &settlement.events)])?;
+                history.extend(settlement.events);
+            }
+            Ok(Some(Settled {
+                entry: Entry {
+                    key: key.clone(),
+                    history: super::history(&settlement.state, history),
+                    state: settlement.state,
+                    now,
+                },
+                answer: settlement.answer,
+            }))
+        })
+    }
+
+    fn entry(&self, key: &IdempotencyKey) -> Result<Option<Entry>, StoreError> {
+        self.read(|connection| {
+            let row: Option<GateRow> = gate::table
+                .find(key.as_str())
+                .select(GateRow::as_select())
+                .first(connection)
+                .optional()?;
+            let entry: Option<LedgerRow> = ledger::table
+                .find(key.as_str())
+                .select(LedgerRow::as_select())
+                .first(connection)
+                .optional()?;
+            let Some(state) = rows::state(row.as_ref(), entry.as_ref())? else {
+                return Ok(None);
+            };
+            let history = read_history(connection, key)?;
+            Ok(Some(Entry {
+                key: key.clone(),
+                history: super::history(&state, history),
+                state,
+                now: clock(connection)?,
+            }))
+        })
+    }
+
+    fn list(&self, filter: &Filter) -> Result<Page, StoreError> {
+        self.read(|connection| {
+            let now = clock(connection)?;
+            let entries = list_ledger(connection, filter, now)?;
+            let gate = if filter.includes_gate() {
+                list_gate(connection, filter, now)?
+            } else {
+                Vec::new()
+            };
+            Ok(Page::merge(entries, gate, filter.limit))
+        })
+    }
+
+    fn ready(&self) -> Result<(), StoreError> {
+        self.read(|connection| {
+            let is_standby: bool = diesel::select(diesel::dsl::sql::<Bool>("pg_is_in_recovery()"))
+                .get_result(connection)?;
+            if is_standby {
+                return Err(StoreError::Unavailable("the server is a standby".into()));
+            }
+            Ok(())
+        })
+    }
+}
+
+/// Entries of the ledger, one more than asked for, so that it shows whether there are more.
+fn list_ledger(
+    connection: &mut PgConnection,
+    filter: &Filter,
+    now: Time,
+) -> Result<Vec<Entry>, StoreError> {
+    let mut query = ledger::table
+        .left_join(gate::table.on(gate::idempotency_key.eq(ledger::idempotency_key)))
+        .select((
+            LedgerRow::as_select(),
+            (gate::seen_again, gate::last_seen_at).nullable(),
+        ))
+        .into_boxed::<Pg>();
+    // Written out where a partial index serves it: a parameter would hide that.
+    query = match filter.status {
+        None => query,
+        Some(Status::Claimed) => query.filter(sql::<Bool>("status = 'claimed'")),
+        Some(Status::Failed) => query.filter(sql::<Bool>("status = 'failed'")),
+        Some(Status::Done) => query.filter(sql::<Bool>("status = 'done'")),
+        Some(Status::Pending) => query
+            .filter(sql::<Bool>("status = 'pending'"))
+            .filter(ledger::lease_expires_at.gt(At(now))),
+        Some(Status::Stale) => query
+            .filter(sql::<Bool>("status = 'pending'"))
+            .filter(ledger::lease_expires_at.le(At(now))),
+    };
+    query = match filter.conflict {
+        None => query,
+        Some(true) => query.filter(ledger::conflict),
+        Some(false) => query.filter(diesel::dsl::not(ledger::conflict)),
+    };
+    if let Some(order_id) = &filter.order_id {
+        query = query.filter(ledger::order_id.eq(order_id));
+    }
+    if let Some(key) = &filter.key {
+        query = query.filter(ledger::idempotency_key.eq(key.as_str()));
+    }
+    if let Some(cursor) = &filter.cursor {
+        let at = At(cursor.updated_at);
+        query = query.filter(ledger::updated_at.le(at)).filter(
+            ledger::updated_at
+                .lt(at)
+                .or(sql::<Bool>("run_ledger.idempotency_key COLLATE \"C\" < ")
+                    .bind::<Text, _>(cursor.key.as_str())),
+        );
+    }
+    let rows: Vec<(LedgerRow, Option<Seen>)> = query
+        .order((
+            ledger::updated_at.desc(),
+            sql::<Text>("run_ledger.idempotency_key COLLATE \"C\" DESC"),
+        ))
+        .limit(i64::from(filter.limit) + 1)
+        .load(connection)?;
+    rows.into_iter()
+        .map(|(row, seen)| Entry::of_ledger(&row, seen.unwrap_or_default(), now))
+        .collect()
+}
+
+/// Keys that are claimed at the gate alone, one more than asked for.
+fn list_gate(
+    connection: &mut PgConnection,
+    filter: &Filter,
+    now: Time,
+) -> Result<Vec<Entry>, StoreError> {
+    let mut query = gate::table
+        .filter(diesel::dsl::not(diesel::dsl::exists(
+            ledger::table.filter(ledger::idempotency_key.eq(gate::idempotency_key)),
+        )))
+        .select(GateRow::as_select())
+        .into_boxed::<Pg>();
+    if let Some(order_id) = &filter.order_id {
+        query = query.filter(gate::order_id.eq(order_id));
+    }
+    if let Some(key) = &filter.key {
+        query = query.filter(gate::idempotency_key.eq(key.as_str()));
+    }
+    if let Some(cursor) = &filter.cursor {
+        let at = At(cursor.updated_at);
+        query = query.filter(gate::processed_at.le(at)).filter(
+            gate::processed_at.lt(at).or(sql::<Bool>(
+                "processed_orders.idempotency_key COLLATE \"C\" < ",
+            )
+            .bind::<Text, _>(cursor.key.as_str())),
+        );
+    }
+    let rows: Vec<GateRow> = query
+        .order((
+            gate::processed_at.desc(),
+            sql::<Text>("processed_orders.idempotency_key COLLATE \"C\" DESC"),
+        ))
+        .limit(i64::from(filter.limit) + 1)
+        .load(connection)?;
+    Ok(rows.iter().map(|row| Entry::of_gate(row, now)).collect())
+}

@@ -1,0 +1,494 @@
+//! The store on an embedded SQLite file: one writer, in WAL mode, flushed at each commit.
+
+mod adopt;
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use chrono::{SubsecRound, TimeDelta, Utc};
+use diesel::connection::SimpleConnection;
+use diesel::dsl::sql;
+use diesel::prelude::*;
+use diesel::r2d2::{ConnectionManager, CustomizeConnection, Pool};
+use diesel::result::Error as DieselError;
+use diesel::sql_types::{Bool, Text};
+use diesel::sqlite::{Sqlite, SqliteConnection};
+use diesel_migrations::{EmbeddedMigrations, MigrationHarness, embed_migrations};
+
+use super::rows::{self, At, GateRow, HistoryRow, LedgerRow, Seen};
+use super::schema::{processed_orders as gate, run_history as history, run_ledger as ledger};
+use super::{Entry, Filter, Page, Settled, StartError, Store, StoreError};
+use crate::domain::Time;
+use crate::domain::claim::{Claim, Found, KeyReused, Verdict, Write, decide, decide_all};
+use crate::domain::ledger::{Event, KeyState, Report, Status, settle};
+use crate::domain::text::IdempotencyKey;
+
+const MIGRATIONS: EmbeddedMigrations = embed_migrations!("migrations/sqlite");
+
+/// How long a connection of the pool, or another process's lock on the file, is waited for.
+const BUSY_TIMEOUT: Duration = Duration::from_secs(2);
+
+/// How many requests may read at the same time.
+const READERS: u32 = 4;
+
+/// By what lists of the gate are ordered; the index of the migration is on the same expression.
+const NEWEST: &str = "coalesce(strftime('%Y-%m-%dT%H:%M:%fZ', processed_orders.processed_at), '1970-01-01T00:00:00.000Z')";
+
+/// The gate and the ledger in a SQLite file.
+pub struct SqliteStore {
+    /// One connection: SQLite has one writer, and waiting here is fairer than in the file's lock.
+    writer: Pool<ConnectionManager<SqliteConnection>>,
+    readers: Pool<ConnectionManager<SqliteConnection>>,
+    replay_window: TimeDelta,
+}
+
+/// Makes each commit durable, and each connection wait for the locks of other processes.
+#[derive(Debug)]
+struct Settings;
+
+impl CustomizeConnection<SqliteConnection, diesel::r2d2::Error> for Settings {
+    fn on_acquire(&self, connection: &mut SqliteConnection) -> Result<(), diesel::r2d2::Error> {
+        configure(connection).map_err(diesel::r2d2::Error::QueryError)
+    }
+}
+
+fn configure(connection: &mut SqliteConnection) -> QueryResult<()> {
+    connection.batch_execute(&format!(
+        "PRAGMA busy_timeout = {}; PRAGMA journal_mode = WAL; PRAGMA synchronous = FULL;",
+        BUSY_TIMEOUT.as_millis()
+    ))
+}
+
+/// How a transaction ends that is not to be committed.
+enum Undo<T> {
+    /// The database could not do it.
+    Failed(StoreError),
+    /// It has an answer, and nothing is to be written.
+    Answer(T),
+}
+
+impl<T> From<DieselError> for Undo<T> {
+    fn from(error: DieselError) -> Self {
+        Self::Failed(error.into())
+    }
+}
+
+impl<T> From<StoreError> for Undo<T> {
+    fn from(error: StoreError) -> Self {
+        Self::Failed(error)
+    }
+}
+
+impl SqliteStore {
+    /// Opens the file, which is made where there is none, and migrates it.
+    ///
+    /// # Errors
+    ///
+    /// The file cannot be opened or made, or holds tables that cannot be adopted.
+    pub fn open(path: &str, replay_window: TimeDelta) -> Result<Self, StartError> {
+        Self::migrate(path)?;
+        let pool = |size| {
+            Pool::builder()
+                .max_size(size)
+                .min_idle(Some(1))
+                .connection_timeout(BUSY_TIMEOUT)
+                .connection_customizer(Box::new(Settings))
+                .build_unchecked(ConnectionManager::new(path))
+        };
+        Ok(Self {
+            writer: pool(1),
+            readers: pool(READERS),
+            replay_window,
+        })
+    }
+
+    fn migrate(path: &str) -> Result<(), StartError> {
+        let unusable = |error: &dyn std::fmt::Display| {
+            StartError::Unusable(format!("cannot use the SQLite file {path}: {error}"))
+        };
+        let mut connection = SqliteConnection::establish(path).map_err(|error| unusable(&error))?;
+        configure(&mut connection).map_err(|error| unusable(&error))?;
+        connection
+            .immediate_transaction(|connection| {
+                let is_new = connection
+                    .applied_migrations()
+                    .map_err(Migration::Failed)?
+                    .is_empty();
+                if is_new && let Some(fault) = adopt::fault(connection)? {
+                    return Err(Migration::Fault(fault));
+                }
+                connection
+                    .run_pending_migrations(MIGRATIONS)
+                    .map_err(Migration::Failed)?;
+                Ok(())
+            })
+            .map_err(|error| match error {
+                Migration::Fault(fault) => unusable(&fault),
+                Migration::Failed(error) => unusable(&error),
+                Migration::Database(error) => unusable(&error),
+            })
+    }
+
+    /// Runs `work` in a transaction that writes. It takes the file's lock at once: one that
+    /// read first could not write after somebody else had.
+    fn transact<T>(
+        &self,
+        work: impl FnOnce(&mut SqliteConnection) -> Result<T, Undo<T>>,
+    ) -> Result<T, StoreError> {
+        match self.writer.get()?.immediate_transaction(work) {
+            Ok(answer) | Err(Undo::Answer(answer)) => Ok(answer),
+            Err(Undo::Failed(error)) => Err(error),
+        }
+    }
+
+    /// Runs `work` on what the file holds at one moment.
+    fn read<T>(
+        &self,
+        work: impl FnOnce(&mut SqliteConnection) -> Result<T, StoreError>,
+    ) -> Result<T, StoreError> {
+        let connection: &mut SqliteConnection = &mut *self.readers.get()?;
+        connection.transaction(work)
+    }
+}
+
+/// Why the migration stopped.
+enum Migration {
+    Fault(String),
+    Failed(Box<dyn std::error::Error + Send + Sync>),
+    Database(DieselError),
+}
+
+impl From<DieselError> for Migration {
+    fn from(error: DieselError) -> Self {
+        Self::Database(error)
+    }
+}
+
+/// The database's clock is this process's, in the precision that is stored.
+fn clock() -> Time {
+    Utc::now().trunc_subsecs(3)
+}
+
+/// Makes the row of a key that has none, and says whether it had none: this is where a key is
+/// won.
+fn insert(connection: &mut SqliteConnection, claim: &Claim, now: Time) -> Result<bool, StoreError> {
+    // Nothing is known of the key yet, so nothing can differ.
+    let Ok(first) = decide(None, claim, now, TimeDelta::zero()) else {
+        return Ok(false);
+    };
+    let made = diesel::insert_into(gate::table)
+        .values(GateRow::of_state(&claim.key, &first.state))
+        .on_conflict(gate::idempotency_key)
+        .do_nothing()
+        .execute(connection)?;
+    Ok(made == 1)
+}
+
+fn read_state(
+    connection: &mut SqliteConnection,
+    key: &IdempotencyKey,
+) -> Result<Option<KeyState>, StoreError> {
+    let row: Option<GateRow> = gate::table
+        .find(key.as_str())
+        .select(GateRow::as_select())
+        .first(connection)
+        .optional()?;
+    let entry: Option<LedgerRow> = ledger::table
+        .find(key.as_str())
+        .select(LedgerRow::as_select())
+        .first(connection)
+        .optional()?;
+    rows::state(row.as_ref(), entry.as_ref())
+}
+
+/// Makes the row of the key, or says what is known of it.
+fn find(connection: &mut SqliteConnection, claim: &Claim, now: Time) -> Result<Found, StoreError> {
+    let is_new = insert(connection, claim, now)?;
+    let state = read_state(connection, &claim.key)?;
+    Ok(match state {
+        // Winners ask the ledger too: their row of the gate may have been deleted by hand, and
+        // what is done stays done.
+        Some(state) if state.in_ledger || !is_new => Found::Known(state),
+        _ => Found::New(now),
+    })
+}
+
+fn write(connection: &mut SqliteConnection, write: &Write) -> Result<(), StoreError> {
+    let key = write.key.as_str();
+    if write.seen > 0 {
+        diesel::update(gate::table.find(key))
+            .set((
+                gate::seen_again.eq(gate::seen_again + write.seen.cast_signed()),
+                gate::last_seen_at.eq(write.state.last_seen_at.map(At)),
+            ))
+            .execute(connection)?;
+    }
+    if write.changed {
+        if write.state.in_ledger {
+            write_entry(connection, &write.key, &write.state)?;
+        } else {
+            write_gate(connection, &write.key, &write.state)?;
+        }
+        write_events(connection, &write.key, &write.events)?;
+    }
+    Ok(())
+}
+
+fn write_entry(
+    connection: &mut SqliteConnection,
+    key: &IdempotencyKey,
+    state: &KeyState,
+) -> Result<(), StoreError> {
+    use diesel::query_dsl::methods::FilterDsl;
+    let row = LedgerRow::of_state(key, state);
+    let written = diesel::insert_into(ledger::table)
+        .values(&row)
+        .on_conflict(ledger::idempotency_key)
+        .do_update()
+        .set(&row)
+        .filter(ledger::attempt.le(row.attempt))
+        .execute(connection)?;
+    expect_written(written)
+}
+
+fn write_gate(
+    connection: &mut SqliteConnection,
+    key: &IdempotencyKey,
+    state: &KeyState,
+) -> Result<(), StoreError> {
+    let row = GateRow::of_state(key, state);
+    let written = diesel::update(gate::table.find(key.as_str()))
+        .filter(gate::attempt.le(row.attempt))
+        .set((
+            gate::order_id.eq(&row.order_id),
+            gate::processed_at.eq(row.processed_at),
+            gate::attempt.eq(row.attempt),
+            gate::claimant.eq(&row.claimant),
+            gate::api_key.eq(&row.api_key),
+            gate::payload_sha256.eq(&row.payload_sha256),
+            gate::ttl_seconds.eq(row.ttl_seconds),
+            gate::expires_at.eq(row.expires_at),
+        ))
+        .execute(connection)?;
+    expect_written(written)
+}
+
+/// The file is locked, so each write names the attempt that was read; if one does not,
+/// something is wrong, and nothing is committed.
+fn expect_written(written: usize) -> Result<(), StoreError> {
+    if written == 1 {
+        return Ok(());
+    }
+    Err(StoreError::Unexpected(
+        "nothing was written: an attempt went backwards".into(),
+    ))
+}
+
+fn write_events(
+    connection: &mut SqliteConnection,
+    key: &IdempotencyKey,
+    events: &[Event],
+) -> Result<(), StoreError> {
+    if events.is_empty() {
+        return Ok(());
+    }
+    let last: Option<i32> = history::table
+        .filter(history::idempotency_key.eq(key.as_str()))
+        .select(diesel::dsl::max(history::seq))
+        .first(connection)?;
+    for row in HistoryRow::of_events(key, events, last.unwrap_or(0) + 1)? {
+        diesel::insert_into(history::table)
+            .values(row)
+            .execute(connection)?;
+    }
+    Ok(())
+}
+
+fn read_history(
+    connection: &mut SqliteConnection,
+    key: &IdempotencyKey,
+) -> Result<Vec<Event>, StoreError> {
+    let rows: Vec<HistoryRow> = history::table
+        .filter(history::idempotency_key.eq(key.as_str()))
+        .order(history::seq)
+        .select(HistoryRow::as_select())
+        .load(connection)?;
+    rows.iter().map(HistoryRow::event).collect()
+}
+
+impl Store for SqliteStore {
+    fn claim(&self, claims: &[Claim]) -> Result<Vec<Result<Verdict, KeyReused>>, StoreError> {
+        let firsts = super::first_of_each_key(claims);
+        self.transact(|connection| {
+            let now = clock();
+            let mut found = BTreeMap::new();
+            for (&key, claim) in &firsts {
+                found.insert(key.clone(), find(connection, claim, now)?);
+            }
+            let (verdicts, writes) = decide_all(claims, &found, now, self.replay_window);
+            if verdicts.iter().any(Result::is_err) {
+                return Err(Undo::Answer(verdicts));
+            }
+            for changes in &writes {
+                write(connection, changes)?;
+            }
+            Ok(verdicts)
+        })
+    }
+
+    fn settle(&self, report: &Report) -> Result<Option<Settled>, StoreError> {
+        let key = &report.key;
+        self.transact(|connection| {
+            let Some(state) = read_state(connection, key)? else {
+                return Ok(None);
+            };
+            let now = clock();
+            let mut history = read_history(connection, key)?;
+            let settlement = settle(&state, &history, report, now);
+            if !settlement.events.is_empty() {
+                write_entry(connection, key, &settlement.state)?;
+                write_events(connection, key, &settlement.events)?;
+                history.extend(settlement.events);
+            }
+            Ok(Some(Settled {
+                entry: Entry {
+                    key: key.clone(),
+                    history: super::history(&settlement.state, history),
+                    state: settlement.state,
+                    now,
+                },
+                answer: settlement.answer,
+            }))
+        })
+    }
+
+    fn entry(&self, key: &IdempotencyKey) -> Result<Option<Entry>, StoreError> {
+        self.read(|connection| {
+            let Some(state) = read_state(connection, key)? else {
+                return Ok(None);
+            };
+            let history = read_history(connection, key)?;
+            Ok(Some(Entry {
+                key: key.clone(),
+                history: super::history(&state, history),
+                state,
+                now: clock(),
+            }))
+        })
+    }
+
+    fn list(&self, filter: &Filter) -> Result<Page, StoreError> {
+        self.read(|connection| {
+            let now = clock();
+            let entries = list_ledger(connection, filter, now)?;
+            let gate = if filter.includes_gate() {
+                list_gate(connection, filter, now)?
+            } else {
+                Vec::new()
+            };
+            Ok(Page::merge(entries, gate, filter.limit))
+        })
+    }
+
+    fn ready(&self) -> Result<(), StoreError> {
+        self.read(|connection| {
+            gate::table
+                .select(gate::attempt)
+                .limit(1)
+                .load::<i32>(connection)?;
+            Ok(())
+        })
+    }
+}
+
+/// Entries of the ledger, one more than asked for, so that it shows whether there are more.
+fn list_ledger(
+    connection: &mut SqliteConnection,
+    filter: &Filter,
+    now: Time,
+) -> Result<Vec<Entry>, StoreError> {
+    let mut query = ledger::table
+        .left_join(gate::table.on(gate::idempotency_key.eq(ledger::idempotency_key)))
+        .select((
+            LedgerRow::as_select(),
+            (gate::seen_again, gate::last_seen_at).nullable(),
+        ))
+        .into_boxed::<Sqlite>();
+    // Written out where a partial index serves it: SQLite compares the text of the condition.
+    query = match filter.status {
+        None => query,
+        Some(Status::Done) => query.filter(ledger::status.eq("done")),
+        Some(Status::Claimed) => {
+            query.filter(sql::<Bool>("status = 'claimed' AND status <> 'done'"))
+        }
+        Some(Status::Failed) => query.filter(sql::<Bool>("status = 'failed' AND status <> 'done'")),
+        Some(Status::Pending) => query
+            .filter(sql::<Bool>("status = 'pending' AND status <> 'done'"))
+            .filter(ledger::lease_expires_at.gt(At(now))),
+        Some(Status::Stale) => query
+            .filter(sql::<Bool>("status = 'pending' AND status <> 'done'"))
+            .filter(ledger::lease_expires_at.le(At(now))),
+    };
+    query = match filter.conflict {
+        None => query,
+        Some(true) => query.filter(ledger::conflict),
+        Some(false) => query.filter(diesel::dsl::not(ledger::conflict)),
+    };
+    if let Some(order_id) = &filter.order_id {
+        query = query.filter(ledger::order_id.eq(order_id));
+    }
+    if let Some(key) = &filter.key {
+        query = query.filter(ledger::idempotency_key.eq(key.as_str()));
+    }
+    if let Some(cursor) = &filter.cursor {
+        let at = At(cursor.updated_at);
+        query = query.filter(ledger::updated_at.le(at)).filter(
+            ledger::updated_at
+                .lt(at)
+                .or(ledger::idempotency_key.lt(cursor.key.as_str())),
+        );
+    }
+    let rows: Vec<(LedgerRow, Option<Seen>)> = query
+        .order((ledger::updated_at.desc(), ledger::idempotency_key.desc()))
+        .limit(i64::from(filter.limit) + 1)
+        .load(connection)?;
+    rows.into_iter()
+        .map(|(row, seen)| Entry::of_ledger(&row, seen.unwrap_or_default(), now))
+        .collect()
+}
+
+/// Keys that are claimed at the gate alone, one more than asked for.
+fn list_gate(
+    connection: &mut SqliteConnection,
+    filter: &Filter,
+    now: Time,
+) -> Result<Vec<Entry>, StoreError> {
+    let mut query = gate::table
+        .filter(diesel::dsl::not(diesel::dsl::exists(
+            ledger::table.filter(ledger::idempotency_key.eq(gate::idempotency_key)),
+        )))
+        .select(GateRow::as_select())
+        .into_boxed::<Sqlite>();
+    if let Some(order_id) = &filter.order_id {
+        query = query.filter(gate::order_id.eq(order_id));
+    }
+    if let Some(key) = &filter.key {
+        query = query.filter(gate::idempotency_key.eq(key.as_str()));
+    }
+    if let Some(cursor) = &filter.cursor {
+        query = query.filter(
+            sql::<Bool>(&format!("({NEWEST}, processed_orders.idempotency_key) < ("))
+                .bind::<super::schema::Instant, _>(At(cursor.updated_at))
+                .sql(", ")
+                .bind::<Text, _>(cursor.key.as_str())
+                .sql(")"),
+        );
+    }
+    let rows: Vec<GateRow> = query
+        .order(sql::<Text>(&format!(
+            "{NEWEST} DESC, processed_orders.idempotency_key DESC"
+        )))
+        .limit(i64::from(filter.limit) + 1)
+        .load(connection)?;
+    Ok(rows.iter().map(|row| Entry::of_gate(row, now)).collect())
+}
