@@ -1,3 +1,13 @@
-//! temporary
+//! dedup-gate makes n8n workflows safe to run twice: a gate that tells whether this is the
+//! first time, and a ledger of what became of the work.
+//!
+//! Imports run downward only: [`app`] puts the parts together; [`api`] speaks HTTP and nothing
+//! else; [`gate`] holds the use cases; [`store`] holds the SQL; [`domain`] holds the rules and
+//! knows none of the others. Only `main` and [`app`] see [`config`].
+
+pub mod api;
+pub mod app;
+pub mod config;
 pub mod domain;
+pub mod gate;
 pub mod store;

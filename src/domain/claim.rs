@@ -297,6 +297,10 @@ fn event(state: &KeyState, happening: Happening, now: Time) -> Event {
 
 /// What the store found for a key, with the key's row locked.
 #[derive(Debug, Clone, PartialEq)]
+#[expect(
+    clippy::large_enum_variant,
+    reason = "there are as many as a batch has keys, and most are known or all are new"
+)]
 pub enum Found {
     /// Nothing: the claim has just made the row, at this time.
     New(Time),

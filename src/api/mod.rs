@@ -1,0 +1,84 @@
+//! HTTP, and nothing else. This file is the whole route table; each noun has a file with its
+//! requests, its replies, its handlers and what the OpenAPI says of them.
+
+pub mod auth;
+pub mod claim;
+pub mod health;
+pub mod key;
+pub mod ledger;
+pub mod openapi;
+pub mod problem;
+pub mod request;
+
+use actix_web::guard;
+use actix_web::http::header::{ALLOW, HeaderValue};
+use actix_web::middleware::from_fn;
+use actix_web::{HttpRequest, HttpResponse, Resource, ResponseError, Route, web};
+
+use self::problem::{Code, Problem};
+use self::request::BodyLimit;
+
+/// All routes.
+pub fn configure(app: &mut web::ServiceConfig, body_limit: usize) {
+    app.app_data(BodyLimit(body_limit))
+        .service(resource("/health", "GET, HEAD").route(get().to(health::alive)))
+        .service(resource("/health/ready", "GET, HEAD").route(get().to(health::ready)))
+        .service(resource("/openapi.json", "GET, HEAD").route(get().to(openapi::document)))
+        .service(
+            web::scope("")
+                .wrap(from_fn(auth::authenticate))
+                .service(resource("/key", "POST").route(web::post().to(key::derive)))
+                .service(resource("/claim", "POST").route(web::post().to(claim::claim)))
+                .service(resource("/ledger", "GET, HEAD").route(get().to(ledger::list)))
+                // A key may be named like a report: then GET reads it.
+                .service(
+                    resource("/ledger/pending", "GET, HEAD, POST")
+                        .route(web::post().to(ledger::pending))
+                        .route(get().to(ledger::entry)),
+                )
+                .service(
+                    resource("/ledger/done", "GET, HEAD, POST")
+                        .route(web::post().to(ledger::done))
+                        .route(get().to(ledger::entry)),
+                )
+                .service(
+                    resource("/ledger/failed", "GET, HEAD, POST")
+                        .route(web::post().to(ledger::failed))
+                        .route(get().to(ledger::entry)),
+                )
+                .service(
+                    resource("/ledger/{idempotency_key}", "GET, HEAD")
+                        .route(get().to(ledger::entry)),
+                )
+                .default_service(web::to(not_found)),
+        );
+}
+
+/// A path, and the methods that it knows.
+fn resource(path: &str, methods: &'static str) -> Resource {
+    web::resource(path).default_service(web::to(move || method_not_allowed(methods)))
+}
+
+/// RFC 9110, section 9.3.2: whatever answers GET answers HEAD.
+fn get() -> Route {
+    web::route().guard(guard::Any(guard::Get()).or(guard::Head()))
+}
+
+async fn method_not_allowed(methods: &'static str) -> HttpResponse {
+    let problem = Problem::new(
+        Code::MethodNotAllowed,
+        format!("this path answers {methods}"),
+    );
+    let mut response = problem.error_response();
+    response
+        .headers_mut()
+        .insert(ALLOW, HeaderValue::from_static(methods));
+    response
+}
+
+async fn not_found(request: HttpRequest) -> Problem {
+    Problem::new(
+        Code::NotFound,
+        format!("there is nothing at {}", request.path()),
+    )
+}

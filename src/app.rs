@@ -1,0 +1,153 @@
+//! Puts the service together: store, gate, listener, shutdown.
+
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use actix_web::{App, HttpServer, web};
+use chrono::TimeDelta;
+use secrecy::ExposeSecret;
+use tokio::signal::unix::{SignalKind, signal};
+
+use crate::api::{self, auth::ApiKeys};
+use crate::config::{Command, Database, Settings};
+use crate::gate::Gate;
+use crate::store::postgres::PostgresStore;
+use crate::store::sqlite::SqliteStore;
+use crate::store::{StartError, Store};
+
+/// How long what is in flight may take after SIGTERM, in seconds; a request takes three at most.
+const SHUTDOWN_SECONDS: u64 = 10;
+
+/// How long between two tries to reach the database at start.
+const DATABASE_RETRY: Duration = Duration::from_millis(500);
+
+/// Does what the command says.
+///
+/// # Errors
+///
+/// One line for whoever started it.
+pub async fn run(command: Command, settings: &Settings) -> Result<(), String> {
+    match command {
+        Command::Serve => serve(settings).await,
+        Command::Migrate => open_store(settings).await.map(drop),
+        Command::Healthcheck => healthcheck(settings),
+        Command::Openapi => {
+            print!("{}", api::openapi::text());
+            Ok(())
+        }
+    }
+}
+
+async fn serve(settings: &Settings) -> Result<(), String> {
+    let keys = settings.api_keys()?;
+    let addresses = settings.listen()?;
+    if keys.is_empty() && !addresses.iter().all(|address| address.ip().is_loopback()) {
+        return Err(
+            "LISTEN is beyond loopback and API_KEYS is not set: anybody who reaches it could claim and report; set API_KEYS=n8n:SECRET (for SECRET, openssl rand -hex 32), or LISTEN=127.0.0.1:8080".into(),
+        );
+    }
+    let (store, connections) = open_store(settings).await?;
+    let gate = web::Data::new(Gate::new(store, connections));
+    let api_keys = web::Data::new(ApiKeys::new(&keys));
+    let body_limit = settings.body_limit as usize;
+    let listener = bind(&addresses)?;
+    let address = listener.local_addr().map_err(|error| error.to_string())?;
+    let server = HttpServer::new(move || {
+        App::new()
+            .app_data(gate.clone())
+            .app_data(api_keys.clone())
+            .configure(|routes| api::configure(routes, body_limit))
+    })
+    .disable_signals()
+    .shutdown_timeout(SHUTDOWN_SECONDS)
+    .listen(listener)
+    .map_err(|error| format!("LISTEN: {error}"))?
+    .run();
+
+    let handle = server.handle();
+    let mut terminate = signal(SignalKind::terminate()).map_err(|error| error.to_string())?;
+    let mut interrupt = signal(SignalKind::interrupt()).map_err(|error| error.to_string())?;
+    actix_web::rt::spawn(async move {
+        tokio::select! {
+            _ = terminate.recv() => {}
+            _ = interrupt.recv() => {}
+        }
+        log::info!("stopping: finishing what is in flight");
+        handle.stop(true).await;
+    });
+    log::info!("listening on {address}");
+    server.await.map_err(|error| error.to_string())
+}
+
+fn bind(addresses: &[SocketAddr]) -> Result<TcpListener, String> {
+    let listener = TcpListener::bind(addresses).map_err(|error| {
+        let addresses: Vec<String> = addresses.iter().map(ToString::to_string).collect();
+        format!("LISTEN: cannot listen on {}: {error}", addresses.join(", "))
+    })?;
+    listener
+        .set_nonblocking(true)
+        .map_err(|error| error.to_string())?;
+    Ok(listener)
+}
+
+/// Opens and migrates the store. One that is out of reach is waited for.
+async fn open_store(settings: &Settings) -> Result<(Arc<dyn Store>, u32), String> {
+    let replay_window = TimeDelta::seconds(settings.replay_window.into());
+    let connections = settings.database_connections;
+    let database = settings.database()?;
+    let give_up = Instant::now() + settings.database_wait();
+    let mut has_said = false;
+    loop {
+        let opened: Result<(Arc<dyn Store>, u32), StartError> = match &database {
+            Database::Postgres(url) => {
+                PostgresStore::open(url.expose_secret(), connections, replay_window)
+                    .map(|store| (Arc::new(store) as Arc<dyn Store>, connections))
+            }
+            Database::Sqlite(path) => SqliteStore::open(path, replay_window)
+                .map(|store| (Arc::new(store) as Arc<dyn Store>, SqliteStore::CONNECTIONS)),
+        };
+        match opened {
+            Ok(opened) => return Ok(opened),
+            Err(StartError::Unusable(fault)) => return Err(fault),
+            Err(StartError::Unavailable(fault)) if Instant::now() + DATABASE_RETRY > give_up => {
+                return Err(format!(
+                    "the database is out of reach (waited {} s, DATABASE_WAIT): {fault}",
+                    settings.database_wait().as_secs()
+                ));
+            }
+            Err(StartError::Unavailable(fault)) => {
+                if !has_said {
+                    log::warn!("waiting for the database: {fault}");
+                    has_said = true;
+                }
+                tokio::time::sleep(DATABASE_RETRY).await;
+            }
+        }
+    }
+}
+
+/// Asks the service that listens where the settings say.
+fn healthcheck(settings: &Settings) -> Result<(), String> {
+    let addresses = settings.listen()?;
+    let address = addresses.first().ok_or("LISTEN: the name has no address")?;
+    let reachable = match address.ip() {
+        IpAddr::V4(ip) if ip.is_unspecified() => IpAddr::V4(Ipv4Addr::LOCALHOST),
+        IpAddr::V6(ip) if ip.is_unspecified() => IpAddr::V6(Ipv6Addr::LOCALHOST),
+        ip => ip,
+    };
+    let url = format!(
+        "http://{}/health/ready",
+        SocketAddr::new(reachable, address.port())
+    );
+    let agent: ureq::Agent = ureq::Agent::config_builder()
+        .timeout_global(Some(Duration::from_secs(4)))
+        .proxy(None)
+        .build()
+        .into();
+    agent
+        .get(&url)
+        .call()
+        .map(drop)
+        .map_err(|error| format!("not ready: {url}: {error}"))
+}

@@ -1,0 +1,191 @@
+//! Settings: each is a flag and an environment variable of one name.
+
+use std::net::{SocketAddr, ToSocketAddrs};
+use std::time::Duration;
+
+use clap::{Args, Parser, Subcommand};
+use secrecy::{ExposeSecret, SecretString};
+
+/// Makes n8n workflows safe to run twice.
+#[derive(Debug, Parser)]
+#[command(version, about)]
+pub struct Cli {
+    /// What to do; `serve` where nothing is said.
+    #[command(subcommand)]
+    pub command: Option<Command>,
+    /// The settings.
+    #[command(flatten)]
+    pub settings: Settings,
+}
+
+/// What the binary can do.
+#[derive(Debug, Clone, Copy, Subcommand)]
+pub enum Command {
+    /// Migrate the database and serve (the default)
+    Serve,
+    /// Migrate the database and exit
+    Migrate,
+    /// Ask the service on this machine whether it is ready; exit 0 if it is
+    Healthcheck,
+    /// Print the OpenAPI description
+    Openapi,
+}
+
+/// The settings.
+#[derive(Debug, Args)]
+pub struct Settings {
+    /// Where keys are kept: postgres://… or sqlite:PATH [default: sqlite:dedup-gate.db]
+    #[arg(long, env, global = true, hide_env_values = true)]
+    database_url: Option<SecretString>,
+
+    /// How long to wait for the database at start, in seconds
+    #[arg(long, env, global = true, value_name = "SECONDS", default_value_t = 30)]
+    database_wait: u32,
+
+    /// How many connections to Postgres to hold at most
+    #[arg(long, env, global = true, value_name = "COUNT", default_value_t = 16,
+          value_parser = clap::value_parser!(u32).range(1..=1000))]
+    pub database_connections: u32,
+
+    /// Where to listen: ADDRESS:PORT. Beyond loopback, API_KEYS is required
+    #[arg(
+        long,
+        env,
+        global = true,
+        value_name = "ADDRESS:PORT",
+        default_value = "127.0.0.1:8080"
+    )]
+    listen: String,
+
+    /// Who may call, as NAME:SECRET,…; a name may have several secrets
+    #[arg(
+        long,
+        env,
+        global = true,
+        hide_env_values = true,
+        value_name = "NAME:SECRET,…"
+    )]
+    api_keys: Option<SecretString>,
+
+    /// How large the body of a request may be, in bytes
+    #[arg(long, env, global = true, value_name = "BYTES", default_value_t = 262_144,
+          value_parser = clap::value_parser!(u32).range(1024..=16_777_216))]
+    pub body_limit: u32,
+
+    /// How long a claimant that asks again is recognised after its claim, in seconds
+    #[arg(long, env, global = true, value_name = "SECONDS", default_value_t = 1800,
+          value_parser = clap::value_parser!(u32).range(1..=31_536_000))]
+    pub replay_window: u32,
+}
+
+/// Where keys are kept.
+#[derive(Debug)]
+pub enum Database {
+    /// A Postgres server; the URL as libpq takes it.
+    Postgres(SecretString),
+    /// A SQLite file.
+    Sqlite(String),
+}
+
+/// A name and one of its secrets.
+#[derive(Debug, Clone)]
+pub struct ApiKey {
+    /// Who calls.
+    pub name: String,
+    /// What they send.
+    pub secret: SecretString,
+}
+
+impl Settings {
+    /// Where keys are kept.
+    ///
+    /// # Errors
+    ///
+    /// `DATABASE_URL` is neither Postgres nor SQLite.
+    pub fn database(&self) -> Result<Database, String> {
+        let url = given(self.database_url.as_ref()).unwrap_or("sqlite:dedup-gate.db");
+        if url.starts_with("postgres://") || url.starts_with("postgresql://") {
+            return Ok(Database::Postgres(url.into()));
+        }
+        match url.strip_prefix("sqlite:") {
+            Some("") => Err("DATABASE_URL: sqlite: needs a path, such as sqlite:dedup-gate.db".into()),
+            Some(":memory:") => Err(
+                "DATABASE_URL: keys must outlive the process, so sqlite::memory: is refused; give a path".into(),
+            ),
+            Some(path) => Ok(Database::Sqlite(path.to_owned())),
+            None => {
+                // Only the scheme is repeated: the rest may hold a password.
+                let scheme = url.split_once(':').map_or("none", |(scheme, _)| scheme);
+                Err(format!(
+                    "DATABASE_URL: the scheme {scheme:?} is not supported; use postgres://… or sqlite:PATH"
+                ))
+            }
+        }
+    }
+
+    /// How long to wait for the database at start.
+    pub fn database_wait(&self) -> Duration {
+        Duration::from_secs(self.database_wait.into())
+    }
+
+    /// Where to listen.
+    ///
+    /// # Errors
+    ///
+    /// `LISTEN` is not an address and a port.
+    pub fn listen(&self) -> Result<Vec<SocketAddr>, String> {
+        self.listen
+            .to_socket_addrs()
+            .map(Iterator::collect)
+            .map_err(|error| format!("LISTEN: {:?} is not ADDRESS:PORT ({error})", self.listen))
+    }
+
+    /// Who may call; nobody has to say where the list is empty.
+    ///
+    /// # Errors
+    ///
+    /// `API_KEYS` is not a list of names and secrets, or leaves open who a secret belongs to.
+    pub fn api_keys(&self) -> Result<Vec<ApiKey>, String> {
+        let Some(list) = given(self.api_keys.as_ref()) else {
+            return Ok(Vec::new());
+        };
+        let mut keys: Vec<ApiKey> = Vec::new();
+        for (entry, number) in list.split(',').zip(1..) {
+            let (name, secret) = entry
+                .trim()
+                .split_once(':')
+                .ok_or_else(|| format!("API_KEYS: entry {number} is not NAME:SECRET"))?;
+            let is_name = |c: char| c.is_ascii_alphanumeric() || matches!(c, '-' | '_' | '.');
+            if name.is_empty() || name.len() > 64 || !name.chars().all(is_name) {
+                return Err(format!(
+                    "API_KEYS: the name of entry {number} must be 1 to 64 letters, digits, '-', '_' or '.'"
+                ));
+            }
+            if secret.is_empty() || !secret.chars().all(|c| c.is_ascii_graphic()) {
+                return Err(format!(
+                    "API_KEYS: the secret of entry {number} must be printable ASCII without spaces, and not empty"
+                ));
+            }
+            if keys
+                .iter()
+                .any(|key| key.secret.expose_secret() == secret && key.name != name)
+            {
+                return Err(format!(
+                    "API_KEYS: the secret of entry {number} belongs to another name too"
+                ));
+            }
+            keys.push(ApiKey {
+                name: name.to_owned(),
+                secret: secret.into(),
+            });
+        }
+        Ok(keys)
+    }
+}
+
+/// A setting that is not empty: a compose file sets what is absent to nothing.
+fn given(setting: Option<&SecretString>) -> Option<&str> {
+    setting
+        .map(ExposeSecret::expose_secret)
+        .filter(|text| !text.is_empty())
+}

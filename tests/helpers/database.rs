@@ -1,0 +1,129 @@
+//! An empty database for each test.
+
+use std::process::Command;
+use std::sync::atomic::{AtomicU32, Ordering};
+
+use tempfile::TempDir;
+
+use super::postgres::{SHARED, psql};
+
+/// Which store.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Backend {
+    Sqlite,
+    Postgres,
+}
+
+impl Backend {
+    pub(crate) const ALL: [Self; 2] = [Self::Sqlite, Self::Postgres];
+}
+
+/// A database that nobody else uses.
+pub(crate) struct Database {
+    pub(crate) backend: Backend,
+    pub(crate) url: String,
+    /// The folder of a SQLite file, which goes with the test.
+    folder: Option<TempDir>,
+}
+
+static COUNT: AtomicU32 = AtomicU32::new(0);
+
+impl Database {
+    /// An empty database.
+    pub(crate) fn new(backend: Backend) -> Self {
+        match backend {
+            Backend::Sqlite => {
+                let folder = tempfile::tempdir().unwrap();
+                let url = format!("sqlite:{}/gate.db", folder.path().display());
+                Self {
+                    backend,
+                    url,
+                    folder: Some(folder),
+                }
+            }
+            Backend::Postgres => {
+                let number = COUNT.fetch_add(1, Ordering::Relaxed);
+                Self::at(SHARED.create(&format!("test_{number}")))
+            }
+        }
+    }
+
+    /// A Postgres database that is there.
+    pub(crate) fn at(url: String) -> Self {
+        Self {
+            backend: Backend::Postgres,
+            url,
+            folder: None,
+        }
+    }
+
+    /// The path of a SQLite file.
+    pub(crate) fn path(&self) -> String {
+        assert!(self.folder.is_some(), "only SQLite has a file");
+        self.url.trim_start_matches("sqlite:").to_owned()
+    }
+
+    /// Runs SQL beside the service, in psql or in sqlite3. Rows are lines, and columns are
+    /// separated by `|`.
+    pub(crate) fn sql(&self, sql: &str) -> String {
+        self.try_sql(sql).unwrap()
+    }
+
+    /// [`Self::sql`] that may fail.
+    pub(crate) fn try_sql(&self, sql: &str) -> Result<String, String> {
+        match self.backend {
+            Backend::Postgres => psql(&self.url, sql),
+            Backend::Sqlite => {
+                let output = Command::new("sqlite3")
+                    .args(["-bail", "-cmd", ".timeout 5000", &self.path(), sql])
+                    .output()
+                    .expect("sqlite3 is needed: scripts/test installs it");
+                if output.status.success() {
+                    Ok(String::from_utf8(output.stdout)
+                        .unwrap()
+                        .trim_end()
+                        .to_owned())
+                } else {
+                    Err(String::from_utf8_lossy(&output.stderr).into_owned())
+                }
+            }
+        }
+    }
+
+    /// Moves all times of a key into the past, as if so many seconds had gone by since.
+    pub(crate) fn age(&self, key: &str, seconds: u32) {
+        let moved = |table: &str, columns: &[&str]| {
+            let assignments: Vec<String> = columns
+                .iter()
+                .map(|column| match self.backend {
+                    Backend::Postgres => {
+                        format!("{column} = {column} - interval '{seconds} seconds'")
+                    }
+                    Backend::Sqlite => format!(
+                        "{column} = strftime('%Y-%m-%dT%H:%M:%fZ', {column}, '-{seconds} seconds')"
+                    ),
+                })
+                .collect();
+            let quoted = key.replace('\'', "''");
+            self.sql(&format!(
+                "UPDATE {table} SET {} WHERE idempotency_key = '{quoted}'",
+                assignments.join(", ")
+            ));
+        };
+        moved(
+            "processed_orders",
+            &["processed_at", "expires_at", "last_seen_at"],
+        );
+        moved(
+            "run_ledger",
+            &[
+                "processed_at",
+                "recognised_from",
+                "expires_at",
+                "lease_expires_at",
+                "updated_at",
+            ],
+        );
+        moved("run_history", &["at"]);
+    }
+}

@@ -1,0 +1,8 @@
+//! Everything that is shown of the running service: the binary itself, on a real Postgres and
+//! on a real SQLite file.
+
+#![expect(clippy::unwrap_used, reason = "a test may panic")]
+
+mod helpers;
+
+mod smoke;
