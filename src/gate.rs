@@ -15,7 +15,7 @@ use crate::store::{Entry, Filter, Page, Settled, Store, StoreError};
 
 /// Within this time every caller has an answer, be it that there is none: the contract promises
 /// three seconds.
-const DEADLINE: Duration = Duration::from_millis(2700);
+const DEADLINE: Duration = Duration::from_millis(2500);
 
 /// How many callers may wait for the store.
 const QUEUE: usize = 4096;

@@ -5,4 +5,6 @@
 
 mod helpers;
 
+mod faults;
+mod races;
 mod smoke;

@@ -92,6 +92,16 @@ impl Database {
 
     /// Moves all times of a key into the past, as if so many seconds had gone by since.
     pub(crate) fn age(&self, key: &str, seconds: u32) {
+        let quoted = key.replace('\'', "''");
+        self.age_where(&format!("idempotency_key = '{quoted}'"), seconds);
+    }
+
+    /// [`Self::age`] for all keys.
+    pub(crate) fn age_all(&self, seconds: u32) {
+        self.age_where("true", seconds);
+    }
+
+    fn age_where(&self, condition: &str, seconds: u32) {
         let moved = |table: &str, columns: &[&str]| {
             let assignments: Vec<String> = columns
                 .iter()
@@ -104,9 +114,8 @@ impl Database {
                     ),
                 })
                 .collect();
-            let quoted = key.replace('\'', "''");
             self.sql(&format!(
-                "UPDATE {table} SET {} WHERE idempotency_key = '{quoted}'",
+                "UPDATE {table} SET {} WHERE {condition}",
                 assignments.join(", ")
             ));
         };

@@ -1,5 +1,6 @@
 //! What the tests stand on: databases of their own, the service as a process, and its client.
 
+pub(crate) mod contest;
 pub(crate) mod database;
 pub(crate) mod postgres;
 pub(crate) mod service;

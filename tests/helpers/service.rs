@@ -15,10 +15,24 @@ pub(crate) const BINARY: &str = env!("CARGO_BIN_EXE_dedup-gate");
 /// A running service. It is killed when the test lets go of it.
 pub(crate) struct Service {
     pub(crate) database: Arc<Database>,
-    pub(crate) base: String,
+    client: Client,
     process: Child,
     log: Arc<Mutex<String>>,
+}
+
+/// A client of whatever serves at an address.
+#[derive(Clone)]
+pub(crate) struct Client {
+    pub(crate) base: String,
     agent: ureq::Agent,
+}
+
+impl std::ops::Deref for Service {
+    type Target = Client;
+
+    fn deref(&self) -> &Client {
+        &self.client
+    }
 }
 
 /// What the service answered.
@@ -125,17 +139,18 @@ impl Service {
         });
         Self {
             database,
-            base: format!("http://{}", address.unwrap()),
+            client: Client::new(
+                format!("http://{}", address.unwrap()),
+                Duration::from_secs(20),
+            ),
             process,
             log,
-            agent: ureq::Agent::config_builder()
-                .http_status_as_error(false)
-                .timeout_global(Some(Duration::from_secs(20)))
-                .max_idle_connections_per_host(64)
-                .proxy(None)
-                .build()
-                .into(),
         }
+    }
+
+    /// A client of the service's address, which may outlive the process.
+    pub(crate) fn client(&self) -> Client {
+        self.client.clone()
     }
 
     /// What the service has logged.
@@ -165,6 +180,24 @@ impl Service {
             status.is_some()
         });
         status.unwrap()
+    }
+}
+
+impl Client {
+    fn new(base: String, timeout: Duration) -> Self {
+        let agent = ureq::Agent::config_builder()
+            .http_status_as_error(false)
+            .timeout_global(Some(timeout))
+            .max_idle_connections_per_host(64)
+            .proxy(None)
+            .build()
+            .into();
+        Self { base, agent }
+    }
+
+    /// A client that waits for answers no longer than this.
+    pub(crate) fn with_timeout(&self, timeout: Duration) -> Self {
+        Self::new(self.base.clone(), timeout)
     }
 
     /// Sends a body as it is; fails where the connection does.

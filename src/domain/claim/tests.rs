@@ -1144,6 +1144,17 @@ mod payload {
     }
 
     #[test]
+    fn a_claimant_that_opens_its_key_after_the_window_hears_the_same_again() {
+        let before = first_claimed_with("P", with_ttl(claimed(a())));
+        for claim in [gate_pending(a()), ledger(a())] {
+            let claim = with_payload("Q", claim);
+            let opened = ask(&before, &claim, after_window());
+            assert!(opened.claimed);
+            assert_repeated(&opened.state, &claim, after_window(), Status::Pending);
+        }
+    }
+
+    #[test]
     fn a_new_window_has_the_payload_of_the_claim_that_began_it() {
         let before = first_claimed_with("P", with_ttl(done(a())));
         let claim = with_payload("Q", gate(b()));
@@ -1503,6 +1514,99 @@ mod batch {
             let (verdicts, _) = ask_on_one_key(&[gate(b())], &found, soon());
             assert_eq!(verdicts[0].external_id(), None);
             assert_eq!(verdicts[0].result(), None);
+        }
+    }
+
+    mod properties {
+        use proptest::prelude::*;
+        use proptest::sample::select;
+
+        use super::*;
+
+        fn states() -> impl Strategy<Value = Option<KeyState>> {
+            let known = [
+                claimed(a()),
+                claimed(None),
+                pending(a()),
+                pending(None),
+                done(a()),
+                failed(a()),
+                failed_for_good(a()),
+            ];
+            let known = known
+                .into_iter()
+                .flat_map(|state| [with_ttl(state.clone()), state])
+                .map(|state| first_claimed_with("P", state))
+                .map(Some);
+            select(known.chain([None]).collect::<Vec<_>>())
+        }
+
+        fn claims() -> impl Strategy<Value = Vec<Claim>> {
+            let who = select(everybody());
+            let text = select(vec!["x", "y"]);
+            let payload = select(vec![None, None, Some("P"), Some("Q")]);
+            let claim = (who, 0..4_usize, text, payload).prop_map(|(who, way, text, payload)| {
+                let claim = on(text, at_the_gate(&who)[way].clone());
+                match payload {
+                    Some(payload) => with_payload(payload, claim),
+                    None => claim,
+                }
+            });
+            proptest::collection::vec(claim, 1..12)
+        }
+
+        fn settings() -> ProptestConfig {
+            ProptestConfig {
+                failure_persistence: None,
+                ..ProptestConfig::default()
+            }
+        }
+
+        proptest! {
+            #![proptest_config(settings())]
+
+            #[test]
+            fn the_first_has_the_answer_and_the_others_are_counted(
+                states in [states(), states()],
+                claims in claims(),
+                now in select(vec![soon(), after_window(), after_lease(), after_replay()]),
+            ) {
+                for (text, state) in ["x", "y"].into_iter().zip(states) {
+                    let claims: Vec<_> = claims
+                        .iter()
+                        .filter(|claim| claim.key == key(text))
+                        .cloned()
+                        .collect();
+                    let found = match &state {
+                        Some(state) => known(&[(text, state.clone())]),
+                        None => new(&[text], now),
+                    };
+                    let (verdicts, writes) = ask_all(&claims, &found, now);
+                    prop_assert_eq!(verdicts.len(), claims.len());
+                    let mut heard = claims
+                        .iter()
+                        .zip(&verdicts)
+                        .filter_map(|(claim, verdict)| Some((claim, verdict.as_ref().ok()?)));
+                    let Some((claim, first)) = heard.next() else {
+                        prop_assert_eq!(writes, []);
+                        continue;
+                    };
+                    let alone = decide(state.as_ref(), claim, now, seconds(REPLAY));
+                    let alone = alone.expect("it was heard in the batch");
+                    prop_assert_eq!(first.claimed, alone.claimed);
+                    prop_assert_eq!(first.replayed, alone.replayed);
+                    prop_assert_eq!(&first.state, &alone.state);
+                    let later: Vec<_> = heard.map(|(_, verdict)| verdict).collect();
+                    prop_assert!(later.iter().all(|verdict| !verdict.claimed));
+
+                    let turned_away = later.len() as u64 + u64::from(!first.claimed);
+                    let before = state.map_or(0, |state| state.seen_again);
+                    prop_assert_eq!(writes.len(), 1);
+                    prop_assert_eq!(writes[0].seen, turned_away);
+                    prop_assert_eq!(writes[0].state.seen_again, before + turned_away);
+                    prop_assert_eq!(writes[0].state.attempt, alone.state.attempt);
+                }
+            }
         }
     }
 }

@@ -1,0 +1,254 @@
+//! What happens when something breaks: an honest answer, and recovery without help.
+
+use std::process::Command;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
+
+use serde_json::json;
+
+use super::helpers::contest::{API_KEYS, assert_one_winner_each, contest};
+use super::helpers::postgres::Postgres;
+use super::helpers::service::{BINARY, Client, command};
+use super::helpers::{Backend, Database, Service, wait_until};
+
+/// The contract: no answer takes longer than this, be it that there is none.
+const PROMISE: Duration = Duration::from_secs(3);
+
+fn assert_unavailable(service: &Client, key: &str) {
+    let service = service.with_timeout(PROMISE);
+    let claim = json!({"idempotency_key": key, "claimant": "a"});
+    let reply = service.post("/claim", &claim);
+    assert_eq!(reply.problem(503), "store_unavailable");
+    assert_eq!(reply.headers["retry-after"], "1");
+    assert_eq!(
+        service.get("/health/ready").problem(503),
+        "store_unavailable"
+    );
+    assert_eq!(service.get("/health").status, 200);
+}
+
+fn assert_recovers(service: &Client, key: &str) {
+    wait_until("the service is ready", || {
+        service.get("/health/ready").status == 200
+    });
+    let claim = json!({"idempotency_key": key, "claimant": "a"});
+    assert_eq!(service.claim(claim)["claimed"], true);
+}
+
+#[test]
+fn postgres_is_shut_down_and_started_again() {
+    let mut postgres = Postgres::start(&[]);
+    let service = Service::start_on(Database::at(postgres.create("gate")), &[]);
+    assert_recovers(&service, "before");
+    postgres.signal("INT");
+    wait_until("Postgres is down", || {
+        postgres.try_sql("postgres", "SELECT 1").is_err()
+    });
+    assert_unavailable(&service, "meanwhile");
+    postgres.restart();
+    assert_recovers(&service, "meanwhile");
+    let duplicate = service.claim(json!({"idempotency_key": "before", "claimant": "b"}));
+    assert_eq!(duplicate["claimed"], false);
+}
+
+/// A halted server takes connections and never answers: only a deadline of one's own helps.
+#[test]
+fn postgres_is_halted() {
+    let postgres = Postgres::start(&[]);
+    let service = Service::start_on(Database::at(postgres.create("gate")), &[]);
+    assert_recovers(&service, "before");
+    postgres.signal_all("STOP");
+    assert_unavailable(&service, "meanwhile");
+    postgres.signal_all("CONT");
+    assert_recovers(&service, "meanwhile");
+}
+
+/// A transaction of somebody else's that is left open on one key does not stop the others.
+#[test]
+fn a_key_that_somebody_holds_locked_is_answered_in_time() {
+    let service = Service::start(Backend::Postgres);
+    let lock = "BEGIN; INSERT INTO processed_orders (idempotency_key, order_id) VALUES ('held', 'x'); \
+        SELECT pg_sleep(30)";
+    let mut holder = Command::new("psql")
+        .args(["-Xq", &service.database.url, "-c", lock])
+        .stdout(std::process::Stdio::null())
+        .spawn()
+        .unwrap();
+    wait_until("the key is locked", || {
+        service.database.sql(
+            "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND query LIKE '%pg_sleep%' AND state = 'active' AND pid <> pg_backend_pid()",
+        ) == "1"
+    });
+    let hurried = service.with_timeout(PROMISE);
+    let reply = hurried.post(
+        "/claim",
+        &json!({"idempotency_key": "held", "claimant": "a"}),
+    );
+    assert_eq!(reply.problem(503), "store_unavailable");
+    let free = hurried.claim(json!({"idempotency_key": "free", "claimant": "a"}));
+    assert_eq!(free["claimed"], true);
+    holder.kill().unwrap();
+    holder.wait().unwrap();
+    wait_until("the lock is gone", || {
+        let claim = json!({"idempotency_key": "held", "claimant": "a"});
+        let reply = service.post("/claim", &claim);
+        reply.status == 200 && reply.body["claimed"] == true
+    });
+}
+
+/// Runs the contest over two replicas, and ends Postgres in the middle, twice.
+fn contest_while_postgres_dies(signal: &str) {
+    const KEYS: usize = 1000;
+    let mut postgres = Postgres::start(&[]);
+    let database = Arc::new(Database::at(postgres.create("gate")));
+    let services: Vec<Service> = (0..2)
+        .map(|_| Service::start_beside(Arc::clone(&database), &[("API_KEYS", API_KEYS)]))
+        .collect();
+    let clients: Vec<Client> = services.iter().map(Service::client).collect();
+    let progress = AtomicUsize::new(0);
+    let record = std::thread::scope(|scope| {
+        let contest = scope.spawn(|| contest(&clients, "key", KEYS, &json!({}), &progress));
+        for part in [KEYS * 8 / 3, KEYS * 8 * 2 / 3] {
+            wait_until("a part is through", || {
+                progress.load(Ordering::SeqCst) > part
+            });
+            postgres.signal(signal);
+            postgres.restart();
+        }
+        contest.join().unwrap()
+    });
+    assert_one_winner_each(&record, KEYS, 1);
+    assert_eq!(
+        database.sql("SELECT count(*) FROM processed_orders"),
+        KEYS.to_string()
+    );
+}
+
+#[test]
+fn postgres_is_shut_down_at_once_under_load() {
+    contest_while_postgres_dies("QUIT");
+}
+
+#[test]
+fn postgres_is_killed_under_load() {
+    contest_while_postgres_dies("KILL");
+}
+
+/// The service itself is killed under load, again and again, on a SQLite file.
+#[test]
+fn the_service_is_killed_under_load_on_sqlite() {
+    const KEYS: usize = 600;
+    let port = super::helpers::postgres::free_port();
+    let listen = format!("127.0.0.1:{port}");
+    let settings = [("API_KEYS", API_KEYS), ("LISTEN", listen.as_str())];
+    let database = Arc::new(Database::new(Backend::Sqlite));
+    let mut running = Service::start_beside(Arc::clone(&database), &settings);
+    // The contest's client is of the service's address, whichever process serves it.
+    let clients = [running.client()];
+    let progress = AtomicUsize::new(0);
+    let record = std::thread::scope(|scope| {
+        let contest = scope.spawn(|| contest(&clients, "key", KEYS, &json!({}), &progress));
+        for part in [KEYS * 8 / 4, KEYS * 8 / 2, KEYS * 8 * 3 / 4] {
+            wait_until("a part is through", || {
+                progress.load(Ordering::SeqCst) > part
+            });
+            running.signal("KILL");
+            running.wait();
+            running = Service::start_beside(Arc::clone(&database), &settings);
+        }
+        contest.join().unwrap()
+    });
+    assert_one_winner_each(&record, KEYS, 1);
+    assert_eq!(
+        database.sql("SELECT count(*) FROM processed_orders"),
+        KEYS.to_string()
+    );
+}
+
+/// The file cannot grow any more: what is not stored is not claimed, what was claimed stays.
+#[test]
+fn the_disk_is_full() {
+    let database = Arc::new(Database::new(Backend::Sqlite));
+    // A limit on the size of files acts as a full disk does, and needs no file system of its own.
+    let mut limited = Command::new("sh");
+    let plain = command(&database, &[], &[]);
+    limited
+        .arg("-c")
+        .arg("trap '' XFSZ; ulimit -f 1024; exec \"$0\"")
+        .arg(BINARY)
+        .env_clear()
+        .envs(
+            plain
+                .get_envs()
+                .filter_map(|(name, value)| Some((name, value?))),
+        );
+    let service = Service::spawn(Arc::clone(&database), limited);
+
+    let claim = |service: &Client, key: &str, claimant: &str| {
+        service.post(
+            "/claim",
+            &json!({"idempotency_key": key, "claimant": claimant, "pending": true}),
+        )
+    };
+    let mut stored = Vec::new();
+    let refused = (0..10_000)
+        .map(|number| format!("key-{number}"))
+        .find(|key| {
+            let reply = claim(&service, key, "first");
+            if reply.status == 200 {
+                assert_eq!(reply.body["claimed"], true);
+                stored.push(key.clone());
+                return false;
+            }
+            assert_eq!(reply.problem(503), "store_unavailable");
+            assert_eq!(reply.headers["retry-after"], "1");
+            true
+        })
+        .expect("the disk fills up");
+    assert!(stored.len() > 10, "{}", stored.len());
+    assert_eq!(service.get("/health").status, 200);
+    drop(service);
+
+    // With room again, the file tells the same story.
+    let service = Service::start_beside(Arc::clone(&database), &[]);
+    for key in &stored {
+        assert_eq!(
+            claim(&service, key, "second").ok()["claimed"],
+            false,
+            "{key}"
+        );
+    }
+    assert_eq!(claim(&service, &refused, "first").ok()["claimed"], true);
+    assert_eq!(claim(&service, &refused, "second").ok()["claimed"], false);
+    assert_eq!(database.sql("PRAGMA integrity_check"), "ok");
+}
+
+/// A claim whose caller has gone is settled all the same, and known to whoever asks again.
+#[test]
+fn a_caller_goes_away() {
+    use std::io::Write;
+    for backend in Backend::ALL {
+        let service = Service::start(backend);
+        let body = json!({"idempotency_key": "left", "claimant": "a"}).to_string();
+        let address = service.base.trim_start_matches("http://");
+        let mut connection = std::net::TcpStream::connect(address).unwrap();
+        write!(
+            connection,
+            "POST /claim HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {}\r\n\r\n{body}",
+            body.len()
+        )
+        .unwrap();
+        drop(connection);
+        wait_until("the claim is settled", || {
+            service.get("/ledger/left").status == 200
+        });
+        let again = service.claim(json!({"idempotency_key": "left", "claimant": "a"}));
+        assert_eq!(
+            (&again["claimed"], &again["replayed"]),
+            (&json!(true), &json!(true))
+        );
+        let other = service.claim(json!({"idempotency_key": "left", "claimant": "b"}));
+        assert_eq!(other["claimed"], false);
+    }
+}
