@@ -38,15 +38,12 @@ fn assert_recovers(service: &Client, key: &str) {
 
 #[test]
 fn postgres_is_shut_down_and_started_again() {
-    let mut postgres = Postgres::start(&[]);
+    let postgres = Postgres::start(&[]);
     let service = Service::start_on(Database::at(postgres.create("gate")), &[]);
     assert_recovers(&service, "before");
-    postgres.signal("INT");
-    wait_until("Postgres is down", || {
-        postgres.try_sql("postgres", "SELECT 1").is_err()
-    });
+    postgres.end("INT");
     assert_unavailable(&service, "meanwhile");
-    postgres.restart();
+    postgres.start_again();
     assert_recovers(&service, "meanwhile");
     let duplicate = service.claim(json!({"idempotency_key": "before", "claimant": "b"}));
     assert_eq!(duplicate["claimed"], false);
@@ -100,7 +97,7 @@ fn a_key_that_somebody_holds_locked_is_answered_in_time() {
 /// Runs the contest over two replicas, and ends Postgres in the middle, twice.
 fn contest_while_postgres_dies(signal: &str) {
     const KEYS: usize = 1000;
-    let mut postgres = Postgres::start(&[]);
+    let postgres = Postgres::start(&[]);
     let database = Arc::new(Database::at(postgres.create("gate")));
     let services: Vec<Service> = (0..2)
         .map(|_| Service::start_beside(Arc::clone(&database), &[("API_KEYS", API_KEYS)]))
@@ -113,8 +110,8 @@ fn contest_while_postgres_dies(signal: &str) {
             wait_until("a part is through", || {
                 progress.load(Ordering::SeqCst) > part
             });
-            postgres.signal(signal);
-            postgres.restart();
+            postgres.end(signal);
+            postgres.start_again();
         }
         contest.join().unwrap()
     });

@@ -14,7 +14,6 @@ pub(crate) static SHARED: LazyLock<Postgres> = LazyLock::new(|| Postgres::start(
 pub(crate) struct Postgres {
     folder: PathBuf,
     port: u16,
-    settings: Vec<String>,
     /// A shell that waits for its input to close, then ends the server and removes the folder.
     warden: Child,
 }
@@ -101,24 +100,30 @@ impl Postgres {
         let server = Self {
             folder,
             port,
-            settings,
             warden,
         };
         server.wait_until_up();
         server
     }
 
-    /// Starts the server in a shell that ends it when this process ends.
+    /// Starts a shell that keeps the server running for as long as this process lives, unless
+    /// there is a file `down`. It starts a killed server again until the memory that its
+    /// backends shared is free.
     fn guarded(folder: &Path, settings: &[String]) -> Child {
+        const WARDEN: &str = r#"
+            folder=$1; shift
+            while [ -d "$folder/data" ]; do
+                if [ -e "$folder/down" ]; then sleep 0.05; else "$@" >>"$folder/log" 2>&1; fi
+            done &
+            read -r _
+            touch "$folder/down"
+            server=$(head -n 1 "$folder/data/postmaster.pid") && kill -CONT "$server" && kill -QUIT "$server"
+            while kill -0 "$server"; do sleep 0.05; done
+            rm -rf "$folder"
+            wait"#;
         let mut command = unprivileged(Path::new("sh"));
         command
-            .arg("-c")
-            .arg(
-                "folder=$1; shift; \"$@\" >>\"$folder/log\" 2>&1 & server=$!; \
-                 read -r what; [ \"$what\" = keep ] && exit; \
-                 kill -QUIT $server; wait $server; rm -rf \"$folder\"",
-            )
-            .arg("warden")
+            .args(["-c", WARDEN, "warden"])
             .arg(folder)
             .arg(programs().join("postgres"))
             .arg("-D")
@@ -126,7 +131,11 @@ impl Postgres {
         for setting in settings {
             command.arg("-c").arg(setting);
         }
-        command.stdin(Stdio::piped()).spawn().unwrap()
+        command
+            .stdin(Stdio::piped())
+            .stderr(Stdio::null())
+            .spawn()
+            .unwrap()
     }
 
     fn wait_until_up(&self) {
@@ -163,10 +172,22 @@ impl Postgres {
         file.lines().next().unwrap().to_owned()
     }
 
-    /// Sends the server a signal: `STOP` and `CONT` to halt it, `QUIT` for an immediate
-    /// shutdown, `KILL` for the worst. The last two are followed by [`Self::restart`].
-    pub(crate) fn signal(&self, name: &str) {
-        run(Command::new("kill").arg(format!("-{name}")).arg(self.pid()));
+    /// Ends the server by a signal: `INT` for a fast shutdown, `QUIT` for an immediate one,
+    /// `KILL` for the worst.
+    pub(crate) fn end(&self, signal: &str) {
+        std::fs::write(self.folder.join("down"), "").unwrap();
+        run(Command::new("kill")
+            .arg(format!("-{signal}"))
+            .arg(self.pid()));
+        wait_until("Postgres is down", || {
+            self.try_sql("postgres", "SELECT 1").is_err()
+        });
+    }
+
+    /// Starts the server again after [`Self::end`].
+    pub(crate) fn start_again(&self) {
+        std::fs::remove_file(self.folder.join("down")).unwrap();
+        self.wait_until_up();
     }
 
     /// Halts (`STOP`) or wakes (`CONT`) the server with all its processes.
@@ -182,47 +203,12 @@ impl Postgres {
                 .output();
         }
     }
-
-    /// Starts the server again after it was ended.
-    pub(crate) fn restart(&mut self) {
-        self.warden.wait_with_keep();
-        // Backends of a killed server keep its shared memory for a moment: it refuses until then.
-        wait_until("Postgres starts again", || {
-            let mut warden = Self::guarded(&self.folder, &self.settings);
-            loop {
-                if self.try_sql("postgres", "SELECT 1").is_ok() {
-                    self.warden = warden;
-                    return true;
-                }
-                if std::fs::read_to_string(self.data().join("postmaster.pid")).is_err() {
-                    warden.wait_with_keep();
-                    return false;
-                }
-                std::thread::sleep(std::time::Duration::from_millis(50));
-            }
-        });
-    }
 }
 
 impl Drop for Postgres {
     fn drop(&mut self) {
         drop(self.warden.stdin.take());
         let _ = self.warden.wait();
-    }
-}
-
-trait Warden {
-    fn wait_with_keep(&mut self);
-}
-
-impl Warden for Child {
-    /// Ends the shell, and leaves folder and server as they are.
-    fn wait_with_keep(&mut self) {
-        use std::io::Write;
-        if let Some(mut input) = self.stdin.take() {
-            let _ = input.write_all(b"keep\n");
-        }
-        let _ = self.wait();
     }
 }
 
