@@ -7,4 +7,5 @@ mod helpers;
 
 mod faults;
 mod races;
+mod readme;
 mod smoke;
