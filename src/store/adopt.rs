@@ -85,6 +85,7 @@ pub(super) const TABLES: [Table; 3] = [
             added("payload_sha256", Kind::Bytes, true),
             added("ttl_seconds", Kind::Integer, true),
             added("expires_at", Kind::Time, true),
+            added("in_ledger", Kind::Bool, false),
             added("seen_again", Kind::BigInt, false),
             added("last_seen_at", Kind::Time, true),
         ],

@@ -72,6 +72,8 @@ pub(super) struct GateRow {
     pub(super) payload_sha256: Option<Vec<u8>>,
     pub(super) ttl_seconds: Option<i32>,
     pub(super) expires_at: Option<At>,
+    /// A hint that keeps lists of the gate quick: keys of raw SQL may lack it.
+    pub(super) in_ledger: bool,
     pub(super) seen_again: i64,
     pub(super) last_seen_at: Option<At>,
 }
@@ -131,6 +133,7 @@ impl GateRow {
             payload_sha256: state.payload_sha256.clone(),
             ttl_seconds: state.ttl_seconds.map(u32::cast_signed),
             expires_at: state.expires_at.map(At),
+            in_ledger: state.in_ledger,
             seen_again: state.seen_again.cast_signed(),
             last_seen_at: state.last_seen_at.map(At),
         }

@@ -25,6 +25,7 @@ diesel::table! {
         payload_sha256 -> Nullable<Binary>,
         ttl_seconds -> Nullable<Integer>,
         expires_at -> Nullable<Instant>,
+        in_ledger -> Bool,
         seen_again -> BigInt,
         last_seen_at -> Nullable<Instant>,
     }

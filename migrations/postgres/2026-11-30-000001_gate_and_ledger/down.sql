@@ -9,5 +9,6 @@ ALTER TABLE processed_orders
     DROP COLUMN payload_sha256,
     DROP COLUMN ttl_seconds,
     DROP COLUMN expires_at,
+    DROP COLUMN in_ledger,
     DROP COLUMN seen_again,
     DROP COLUMN last_seen_at;

@@ -12,10 +12,11 @@ ALTER TABLE processed_orders
     ADD COLUMN IF NOT EXISTS payload_sha256 BYTEA,
     ADD COLUMN IF NOT EXISTS ttl_seconds INTEGER,
     ADD COLUMN IF NOT EXISTS expires_at TIMESTAMPTZ,
+    ADD COLUMN IF NOT EXISTS in_ledger BOOLEAN NOT NULL DEFAULT false,
     ADD COLUMN IF NOT EXISTS seen_again BIGINT NOT NULL DEFAULT 0,
     ADD COLUMN IF NOT EXISTS last_seen_at TIMESTAMPTZ;
 CREATE INDEX IF NOT EXISTS processed_orders_newest
-    ON processed_orders (processed_at, idempotency_key COLLATE "C");
+    ON processed_orders (processed_at, idempotency_key COLLATE "C") WHERE NOT in_ledger;
 
 -- The ledger: what became of the work? Where it has a row it is the truth, and the gate's row
 -- only says that there is a key.

@@ -12,13 +12,14 @@ ALTER TABLE processed_orders ADD COLUMN api_key TEXT;
 ALTER TABLE processed_orders ADD COLUMN payload_sha256 BLOB;
 ALTER TABLE processed_orders ADD COLUMN ttl_seconds INTEGER;
 ALTER TABLE processed_orders ADD COLUMN expires_at TEXT;
+ALTER TABLE processed_orders ADD COLUMN in_ledger BOOLEAN NOT NULL DEFAULT false;
 ALTER TABLE processed_orders ADD COLUMN seen_again INTEGER NOT NULL DEFAULT 0;
 ALTER TABLE processed_orders ADD COLUMN last_seen_at TEXT;
 -- Rows of raw SQL may hold the time in another form, so lists are read by this expression.
 CREATE INDEX processed_orders_newest ON processed_orders (
     coalesce(strftime('%Y-%m-%dT%H:%M:%fZ', processed_at), '1970-01-01T00:00:00.000Z'),
     idempotency_key
-);
+) WHERE NOT in_ledger;
 
 -- The ledger: what became of the work? Where it has a row it is the truth, and the gate's row
 -- only says that there is a key.

@@ -272,9 +272,9 @@ fn insert(
     let inserted: Vec<Inserted> = diesel::sql_query(
         "WITH clock AS MATERIALIZED (SELECT clock_timestamp() AS now) \
          INSERT INTO processed_orders (idempotency_key, order_id, processed_at, claimant, \
-             api_key, payload_sha256, ttl_seconds, expires_at) \
-         SELECT k, coalesce(o, k), now, c, a, p, t, now + make_interval(secs => t) \
-         FROM unnest($1, $2, $3, $4, $5, $6) AS new (k, o, c, a, p, t), clock \
+             api_key, payload_sha256, ttl_seconds, expires_at, in_ledger) \
+         SELECT k, coalesce(o, k), now, c, a, p, t, now + make_interval(secs => t), l \
+         FROM unnest($1, $2, $3, $4, $5, $6, $7) AS new (k, o, c, a, p, t, l), clock \
          ON CONFLICT (idempotency_key) DO NOTHING \
          RETURNING idempotency_key, processed_at",
     )
@@ -299,6 +299,12 @@ fn insert(
         claims
             .iter()
             .map(|claim| claim.ttl_seconds.map(u32::cast_signed))
+            .collect::<Vec<_>>(),
+    )
+    .bind::<Array<Bool>, _>(
+        claims
+            .iter()
+            .map(|claim| claim.pending.is_some())
             .collect::<Vec<_>>(),
     )
     .load(connection)?;
@@ -396,7 +402,11 @@ fn find(
 }
 
 /// Writes what a batch of claims has changed.
-fn write_all(connection: &mut PgConnection, writes: &[Write]) -> Result<(), StoreError> {
+fn write_all(
+    connection: &mut PgConnection,
+    writes: &[Write],
+    found: &BTreeMap<IdempotencyKey, Found>,
+) -> Result<(), StoreError> {
     let seen: Vec<&Write> = writes.iter().filter(|write| write.seen > 0).collect();
     if !seen.is_empty() {
         count(connection, &seen)?;
@@ -408,6 +418,15 @@ fn write_all(connection: &mut PgConnection, writes: &[Write]) -> Result<(), Stor
         .map(|write| LedgerRow::of_state(&write.key, &write.state))
         .collect();
     write_entries(connection, &entries)?;
+    let opened: Vec<&str> = changed
+        .iter()
+        .filter(|write| write.state.in_ledger)
+        .filter(|write| matches!(&found[&write.key], Found::Known(state) if !state.in_ledger))
+        .map(|write| write.key.as_str())
+        .collect();
+    if !opened.is_empty() {
+        mark_opened(connection, &opened)?;
+    }
     for write in changed.iter().filter(|write| !write.state.in_ledger) {
         write_gate(connection, &write.key, &write.state)?;
     }
@@ -479,6 +498,14 @@ fn write_entries(connection: &mut PgConnection, entries: &[LedgerRow]) -> Result
             .execute(connection)?;
         expect_written(written, chunk.len())?;
     }
+    Ok(())
+}
+
+/// Notes that these keys, claimed at the gate alone before, have an entry now.
+fn mark_opened(connection: &mut PgConnection, keys: &[&str]) -> QueryResult<()> {
+    diesel::update(gate::table.filter(gate::idempotency_key.eq_any(keys)))
+        .set(gate::in_ledger.eq(true))
+        .execute(connection)?;
     Ok(())
 }
 
@@ -567,7 +594,7 @@ impl Store for PostgresStore {
             if verdicts.iter().any(Result::is_err) {
                 return Err(Undo::Answer(verdicts));
             }
-            write_all(connection, &writes)?;
+            write_all(connection, &writes, &found)?;
             Ok(verdicts)
         })
     }
@@ -585,6 +612,9 @@ impl Store for PostgresStore {
             let settlement = settle(&state, &history, report, now);
             if !settlement.events.is_empty() {
                 write_entries(connection, &[LedgerRow::of_state(key, &settlement.state)])?;
+                if !state.in_ledger {
+                    mark_opened(connection, &[key.as_str()])?;
+                }
                 write_events(connection, &[(key, &settlement.events)])?;
                 history.extend(settlement.events);
             }
@@ -714,7 +744,9 @@ fn list_gate(
     filter: &Filter,
     now: Time,
 ) -> Result<Vec<Entry>, StoreError> {
+    // The hint decides by which index the list is read; the ledger decides what is in it.
     let mut query = gate::table
+        .filter(sql::<Bool>("NOT in_ledger"))
         .filter(diesel::dsl::not(diesel::dsl::exists(
             ledger::table.filter(ledger::idempotency_key.eq(gate::idempotency_key)),
         )))

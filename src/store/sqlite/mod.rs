@@ -216,7 +216,11 @@ fn find(connection: &mut SqliteConnection, claim: &Claim, now: Time) -> Result<F
     })
 }
 
-fn write(connection: &mut SqliteConnection, write: &Write) -> Result<(), StoreError> {
+fn write(
+    connection: &mut SqliteConnection,
+    write: &Write,
+    found: &Found,
+) -> Result<(), StoreError> {
     let key = write.key.as_str();
     if write.seen > 0 {
         diesel::update(gate::table.find(key))
@@ -229,6 +233,9 @@ fn write(connection: &mut SqliteConnection, write: &Write) -> Result<(), StoreEr
     if write.changed {
         if write.state.in_ledger {
             write_entry(connection, &write.key, &write.state)?;
+            if matches!(found, Found::Known(state) if !state.in_ledger) {
+                mark_opened(connection, &write.key)?;
+            }
         } else {
             write_gate(connection, &write.key, &write.state)?;
         }
@@ -252,6 +259,14 @@ fn write_entry(
         .filter(ledger::attempt.le(row.attempt))
         .execute(connection)?;
     expect_written(written)
+}
+
+/// Notes that this key, claimed at the gate alone before, has an entry now.
+fn mark_opened(connection: &mut SqliteConnection, key: &IdempotencyKey) -> QueryResult<()> {
+    diesel::update(gate::table.find(key.as_str()))
+        .set(gate::in_ledger.eq(true))
+        .execute(connection)?;
+    Ok(())
 }
 
 fn write_gate(
@@ -333,7 +348,7 @@ impl Store for SqliteStore {
                 return Err(Undo::Answer(verdicts));
             }
             for changes in &writes {
-                write(connection, changes)?;
+                write(connection, changes, &found[&changes.key])?;
             }
             Ok(verdicts)
         })
@@ -350,6 +365,9 @@ impl Store for SqliteStore {
             let settlement = settle(&state, &history, report, now);
             if !settlement.events.is_empty() {
                 write_entry(connection, key, &settlement.state)?;
+                if !state.in_ledger {
+                    mark_opened(connection, key)?;
+                }
                 write_events(connection, key, &settlement.events)?;
                 history.extend(settlement.events);
             }
@@ -466,7 +484,9 @@ fn list_gate(
     filter: &Filter,
     now: Time,
 ) -> Result<Vec<Entry>, StoreError> {
+    // The hint decides by which index the list is read; the ledger decides what is in it.
     let mut query = gate::table
+        .filter(sql::<Bool>("NOT in_ledger"))
         .filter(diesel::dsl::not(diesel::dsl::exists(
             ledger::table.filter(ledger::idempotency_key.eq(gate::idempotency_key)),
         )))
