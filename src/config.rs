@@ -107,10 +107,15 @@ impl Settings {
         if url.starts_with("postgres://") || url.starts_with("postgresql://") {
             return Ok(Database::Postgres(url.into()));
         }
-        match url.strip_prefix("sqlite:") {
-            Some("") => Err("DATABASE_URL: sqlite: needs a path, such as sqlite:dedup-gate.db".into()),
-            Some(":memory:") => Err(
-                "DATABASE_URL: keys must outlive the process, so sqlite::memory: is refused; give a path".into(),
+        let path = url
+            .strip_prefix("sqlite://")
+            .or_else(|| url.strip_prefix("sqlite:"));
+        match path {
+            Some("") => {
+                Err("DATABASE_URL: sqlite: needs a path, such as sqlite:dedup-gate.db".into())
+            }
+            Some(path) if path.contains(":memory:") || path.starts_with("file:") => Err(
+                "DATABASE_URL: keys must outlive the process, so sqlite: takes the path of a file and nothing else".into(),
             ),
             Some(path) => Ok(Database::Sqlite(path.to_owned())),
             None => {
@@ -188,4 +193,76 @@ fn given(setting: Option<&SecretString>) -> Option<&str> {
     setting
         .map(ExposeSecret::expose_secret)
         .filter(|text| !text.is_empty())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn settings(arguments: &[&str]) -> Settings {
+        Cli::parse_from([&["dedup-gate"], arguments].concat()).settings
+    }
+
+    #[test]
+    fn a_sqlite_file_is_named_in_two_ways() {
+        for (url, path) in [
+            ("sqlite:gate.db", "gate.db"),
+            ("sqlite://gate.db", "gate.db"),
+            ("sqlite:/data/gate.db", "/data/gate.db"),
+            ("sqlite:///data/gate.db", "/data/gate.db"),
+        ] {
+            let database = settings(&["--database-url", url]).database().unwrap();
+            assert!(matches!(database, Database::Sqlite(found) if found == path));
+        }
+    }
+
+    #[test]
+    fn what_does_not_last_or_is_unknown_is_refused_without_repeating_secrets() {
+        for url in [
+            "sqlite:",
+            "sqlite::memory:",
+            "sqlite:file:x?mode=memory",
+            "mysql://root:hunter2@localhost/x",
+            "hunter2",
+        ] {
+            let refused = settings(&["--database-url", url]).database().unwrap_err();
+            assert!(refused.starts_with("DATABASE_URL: "), "{refused}");
+            assert!(!refused.contains("hunter2"), "{refused}");
+        }
+    }
+
+    #[test]
+    fn secrets_do_not_show_in_debug() {
+        let all = settings(&[
+            "--database-url",
+            "postgres://u:hunter2@h/d",
+            "--api-keys",
+            "n8n:hunter2",
+        ]);
+        assert!(!format!("{all:?}").contains("hunter2"));
+        assert!(!format!("{:?}", all.api_keys().unwrap()).contains("hunter2"));
+        assert!(!format!("{:?}", all.database().unwrap()).contains("hunter2"));
+    }
+
+    #[test]
+    fn api_keys_are_names_and_secrets() {
+        let keys = settings(&["--api-keys", "n8n:old, n8n:new,shop:a:b"])
+            .api_keys()
+            .unwrap();
+        let names: Vec<&str> = keys.iter().map(|key| key.name.as_str()).collect();
+        assert_eq!(names, ["n8n", "n8n", "shop"]);
+        assert_eq!(keys[2].secret.expose_secret(), "a:b");
+        assert!(settings(&["--api-keys", ""]).api_keys().unwrap().is_empty());
+        for bad in [
+            "hunter2",
+            ":hunter2",
+            "n8n:",
+            "a:hunter2,b:hunter2",
+            "n8n:hünter2",
+            "a b:hunter2",
+        ] {
+            let refused = settings(&["--api-keys", bad]).api_keys().unwrap_err();
+            assert!(!refused.contains("hunter2"), "{refused}");
+        }
+    }
 }
