@@ -239,6 +239,10 @@ fn ask_again(state: &KeyState, claim: &Claim, now: Time) -> Decision {
                 next.phase = Phase::Pending { lease_expires_at };
                 next.recognised_from = now;
                 next.in_ledger = true;
+                // It is open now and will not run out: from here on the payload is judged again.
+                if state.window_passed(now) {
+                    next.payload_sha256.clone_from(&claim.payload_sha256);
+                }
                 if !state.in_ledger {
                     events.push(state.gate_event());
                 }
@@ -339,7 +343,9 @@ pub fn decide_all(
     let mut verdicts = Vec::with_capacity(claims.len());
     for claim in claims {
         let decision = match writes.get(&claim.key) {
-            Some(write) if is_mismatch(&write.state, claim) => Err(KeyReused),
+            Some(write) if !write.state.window_passed(now) && is_mismatch(&write.state, claim) => {
+                Err(KeyReused)
+            }
             Some(write) => Ok(turn_away(&write.state, now)),
             None => match found.get(&claim.key) {
                 Some(Found::Known(state)) => decide(Some(state), claim, now, replay_window),

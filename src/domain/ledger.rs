@@ -165,6 +165,16 @@ pub struct Event {
     pub happening: Happening,
 }
 
+impl Event {
+    /// Whether an attempt began here.
+    fn is_claim(&self) -> bool {
+        matches!(
+            self.happening,
+            Happening::Claimed { .. } | Happening::Pending { .. }
+        )
+    }
+}
+
 /// Why a key could be claimed anew.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
@@ -331,11 +341,15 @@ pub fn settle(state: &KeyState, history: &[Event], report: &Report, now: Time) -
     if holds(state, history, report) {
         return unchanged(Ok(false));
     }
-    let attempt = report.attempt.unwrap_or(state.attempt);
+    let meant = meant_attempt(state, history, report);
+    let attempt = meant.unwrap_or(state.attempt);
     let event = |happening| Event {
         at: now,
         attempt,
-        holder: report.holder.clone().or_else(|| state.holder.clone()),
+        holder: report.holder.clone().or_else(|| {
+            // Who names the current attempt speaks for its holder.
+            state.holder.clone().filter(|_| attempt == state.attempt)
+        }),
         happening,
     };
     let with_entry = |state: KeyState, event: Event, answer| {
@@ -359,11 +373,12 @@ pub fn settle(state: &KeyState, history: &[Event], report: &Report, now: Time) -
         external_id: Some(id),
         ..
     } = &report.outcome
-        && lacks_external_id(state, history, report)
+        && meant.is_some_and(|attempt| lacks_external_id(history, attempt))
     {
         let mut next = state.clone();
         if let Phase::Done { external_id, .. } = &mut next.phase
-            && attempt == state.attempt
+            && external_id.is_none()
+            && done_attempt(history) == meant
         {
             *external_id = Some(id.clone());
         }
@@ -426,16 +441,18 @@ pub fn settle(state: &KeyState, history: &[Event], report: &Report, now: Time) -
     }
 }
 
-/// Whether a past event belongs to the attempt that the report means: the one it names, else
-/// the current one. A report that names a claimant who is not (or no longer) the holder means
-/// that claimant's own attempt, so that a delayed repeat is known for what it is.
-fn is_meant(state: &KeyState, event: &Event, report: &Report) -> bool {
-    match report.attempt {
-        Some(attempt) => event.attempt == attempt,
-        None if report.holder.is_some() && report.holder != state.holder => {
-            event.holder == report.holder
-        }
-        None => event.attempt == state.attempt,
+/// Which attempt a report means: the one it names; else the last one of its claimant, so that a
+/// delayed repeat is known for what it is; else the current one. None where the claimant is not
+/// the holder and never was.
+fn meant_attempt(state: &KeyState, history: &[Event], report: &Report) -> Option<u32> {
+    let is_holder = |holder: &Holder| state.holder.as_ref().is_none_or(|own| own == holder);
+    match (&report.holder, report.attempt) {
+        (_, Some(attempt)) => Some(attempt),
+        (Some(holder), None) if !is_holder(holder) => history
+            .iter()
+            .rfind(|event| event.is_claim() && event.holder.as_ref() == Some(holder))
+            .map(|event| event.attempt),
+        (_, None) => Some(state.attempt),
     }
 }
 
@@ -444,6 +461,12 @@ fn holds(state: &KeyState, history: &[Event], report: &Report) -> bool {
     let is_current = report
         .attempt
         .is_none_or(|attempt| attempt == state.attempt);
+    let meant = meant_attempt(state, history, report);
+    let is_in_history = |says_the_same: &dyn Fn(&Happening) -> bool| {
+        history
+            .iter()
+            .any(|event| Some(event.attempt) == meant && says_the_same(&event.happening))
+    };
     match &report.outcome {
         Outcome::Done {
             external_id: reported,
@@ -452,38 +475,38 @@ fn holds(state: &KeyState, history: &[Event], report: &Report) -> bool {
             let same = |known: &Option<String>| reported.is_none() || reported == known;
             (is_current
                 && matches!(&state.phase, Phase::Done { external_id, .. } if same(external_id)))
-                || history.iter().any(|event| {
-                    matches!(&event.happening, Happening::Done { external_id } if same(external_id))
-                        && is_meant(state, event, report)
-                })
+                || is_in_history(
+                    &|happening| matches!(happening, Happening::Done { external_id } if same(external_id)),
+                )
         }
         Outcome::Failed { .. } => {
             (is_current && matches!(state.phase, Phase::Failed { .. }))
-                || history.iter().any(|event| {
-                    matches!(event.happening, Happening::Failed { .. })
-                        && is_meant(state, event, report)
-                })
+                || is_in_history(&|happening| matches!(happening, Happening::Failed { .. }))
         }
     }
 }
 
-/// Whether the attempt that the report means is done, and nobody has named its id yet.
-fn lacks_external_id(state: &KeyState, history: &[Event], report: &Report) -> bool {
-    let is_current = report
-        .attempt
-        .is_none_or(|attempt| attempt == state.attempt);
-    if is_current && let Phase::Done { external_id, .. } = &state.phase {
-        return external_id.is_none();
-    }
+/// Whether the attempt is done, and nobody has named its id yet.
+fn lacks_external_id(history: &[Event], attempt: u32) -> bool {
     let mut ids = history
         .iter()
-        .filter(|event| is_meant(state, event, report))
+        .filter(|event| event.attempt == attempt)
         .filter_map(|event| match &event.happening {
             Happening::Done { external_id } => Some(external_id),
             _ => None,
         })
         .peekable();
     ids.peek().is_some() && ids.all(Option::is_none)
+}
+
+/// Which attempt's effect the entry holds, where it is done: since a late report may have made
+/// it so, this need not be the current one.
+fn done_attempt(history: &[Event]) -> Option<u32> {
+    let last_claim = history.iter().rposition(Event::is_claim).unwrap_or(0);
+    history[last_claim..]
+        .iter()
+        .find(|event| matches!(event.happening, Happening::Done { .. }))
+        .map(|event| event.attempt)
 }
 
 /// Rules 3 to 6.

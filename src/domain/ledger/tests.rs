@@ -675,6 +675,15 @@ mod rule_2_a_first_external_id_is_filled_in {
         assert_eq!(work.state.effect().1, Some(&json!(7)));
     }
 
+    /// Whoever never held an attempt may have made an effect of their own.
+    #[test]
+    fn that_of_a_claimant_who_never_held_it_is_not() {
+        let mut work = under_way();
+        work.tell(&done_without_id());
+        assert_conflict(&mut work, &by(b(), done("ch_1")), Refusal::NotHolder);
+        assert_eq!(work.external_id(), None);
+    }
+
     #[test]
     fn once_filled_in_it_is_repeated() {
         let mut work = under_way();
