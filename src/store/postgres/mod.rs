@@ -60,7 +60,7 @@ enum Undo<T> {
     /// The server rolled it back; it may be tried again.
     RolledBack(StoreError),
     /// It has an answer, and nothing is to be written.
-    Answer(T),
+    Answer(Box<T>),
 }
 
 impl<T> From<DieselError> for Undo<T> {
@@ -174,7 +174,8 @@ impl PostgresStore {
                     work(connection)
                 });
             match done {
-                Ok(answer) | Err(Undo::Answer(answer)) => return Ok(answer),
+                Ok(answer) => return Ok(answer),
+                Err(Undo::Answer(answer)) => return Ok(*answer),
                 Err(Undo::RolledBack(error)) if tries < TRIES && begun.elapsed() < RETRY_WITHIN => {
                     log::debug!("trying a transaction again: {error}");
                     tries += 1;
@@ -592,7 +593,7 @@ impl Store for PostgresStore {
             let now = clock(connection)?;
             let (verdicts, writes) = decide_all(claims, &found, now, self.replay_window);
             if verdicts.iter().any(Result::is_err) {
-                return Err(Undo::Answer(verdicts));
+                return Err(Undo::Answer(Box::new(verdicts)));
             }
             write_all(connection, &writes, &found)?;
             Ok(verdicts)

@@ -64,7 +64,7 @@ enum Undo<T> {
     /// The database could not do it.
     Failed(StoreError),
     /// It has an answer, and nothing is to be written.
-    Answer(T),
+    Answer(Box<T>),
 }
 
 impl<T> From<DieselError> for Undo<T> {
@@ -139,7 +139,8 @@ impl SqliteStore {
         work: impl FnOnce(&mut SqliteConnection) -> Result<T, Undo<T>>,
     ) -> Result<T, StoreError> {
         match self.writer.get()?.immediate_transaction(work) {
-            Ok(answer) | Err(Undo::Answer(answer)) => Ok(answer),
+            Ok(answer) => Ok(answer),
+            Err(Undo::Answer(answer)) => Ok(*answer),
             Err(Undo::Failed(error)) => Err(error),
         }
     }
@@ -345,7 +346,7 @@ impl Store for SqliteStore {
             }
             let (verdicts, writes) = decide_all(claims, &found, now, self.replay_window);
             if verdicts.iter().any(Result::is_err) {
-                return Err(Undo::Answer(verdicts));
+                return Err(Undo::Answer(Box::new(verdicts)));
             }
             for changes in &writes {
                 write(connection, changes, &found[&changes.key])?;
