@@ -5,7 +5,7 @@
 
 mod helpers;
 
+mod conformance;
 mod faults;
 mod races;
 mod readme;
-mod smoke;
