@@ -51,6 +51,8 @@ pub(super) struct Dialect {
     pub(super) fits: fn(&str, Kind) -> bool,
     /// Whether a column that the migration adds may be there already.
     pub(super) adds_if_missing: bool,
+    /// Whether the columns of a primary key are not said to be NOT NULL by themselves.
+    pub(super) keys_look_nullable: bool,
 }
 
 const fn column(name: &'static str, kind: Kind, nullable: bool) -> Expected {
@@ -152,6 +154,10 @@ pub(super) fn fault(table: &Table, existing: &Existing, dialect: &Dialect) -> Op
                 }
                 if expected.nullable && column.not_null {
                     faults.push(format!("its column {name} is NOT NULL"));
+                }
+                let looks_nullable = dialect.keys_look_nullable && table.key.contains(&name);
+                if !expected.nullable && !column.not_null && !looks_nullable {
+                    faults.push(format!("its column {name} may be NULL"));
                 }
                 if expected.added && column.not_null && !column.has_default {
                     faults.push(format!("its column {name} has no default"));

@@ -9,6 +9,7 @@ use super::super::adopt::{Column, Dialect, Existing, Kind, TABLES, Table, fault 
 const DIALECT: Dialect = Dialect {
     fits,
     adds_if_missing: true,
+    keys_look_nullable: false,
 };
 
 fn fits(type_name: &str, kind: Kind) -> bool {

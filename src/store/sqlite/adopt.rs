@@ -9,6 +9,7 @@ use super::super::adopt::{Column, Dialect, Existing, Kind, TABLES, Table, fault 
 const DIALECT: Dialect = Dialect {
     fits,
     adds_if_missing: false,
+    keys_look_nullable: true,
 };
 
 /// Texts must have the affinity TEXT, else SQLite takes "007" and "7" for one number. It reads
