@@ -1,6 +1,6 @@
 //! Rows, and what they say of a key.
 
-use chrono::{DateTime, NaiveDateTime, Utc};
+use chrono::{DateTime, Utc};
 use diesel::deserialize::{self, FromSql, FromSqlRow};
 use diesel::expression::AsExpression;
 use diesel::pg::{Pg, PgValue};
@@ -47,16 +47,10 @@ impl ToSql<Instant, Sqlite> for At {
     }
 }
 
-/// Reads what we write, and what `CURRENT_TIMESTAMP` and other hands write. Text that is no
-/// time counts as long ago, here as in the index that lists are read by: one odd row made by
-/// hand must not keep a key from being answered.
-fn read_text(text: &str) -> Time {
-    DateTime::parse_from_rfc3339(text)
-        .map(|time| time.to_utc())
-        .or_else(|_| {
-            NaiveDateTime::parse_from_str(text, "%Y-%m-%d %H:%M:%S%.f").map(|time| time.and_utc())
-        })
-        .unwrap_or(DateTime::<Utc>::UNIX_EPOCH)
+/// Reads what we write. Text that is no time counts as long ago: one odd row made by hand must
+/// not keep a key from being answered.
+pub(super) fn read_text(text: &str) -> Time {
+    DateTime::parse_from_rfc3339(text).map_or(DateTime::<Utc>::UNIX_EPOCH, |time| time.to_utc())
 }
 
 /// A row of the gate.

@@ -31,7 +31,9 @@ const BUSY_TIMEOUT: Duration = Duration::from_secs(2);
 /// How many requests may read at the same time.
 const READERS: u32 = 4;
 
-/// By what lists of the gate are ordered; the index of the migration is on the same expression.
+/// When a key was claimed at the gate, in the form that we write: raw SQL writes the time in
+/// forms of its own (`CURRENT_TIMESTAMP` does), and what SQLite takes for a time is one. Lists
+/// are ordered by it; the index of the migration is on the same expression.
 const NEWEST: &str = "coalesce(strftime('%Y-%m-%dT%H:%M:%fZ', processed_orders.processed_at), '1970-01-01T00:00:00.000Z')";
 
 /// The gate and the ledger in a SQLite file.
@@ -188,15 +190,22 @@ fn insert(connection: &mut SqliteConnection, claim: &Claim, now: Time) -> Result
     Ok(made == 1)
 }
 
+/// A row of the gate, with its time as SQLite reads it.
+fn with_time((mut row, time): (GateRow, String)) -> GateRow {
+    row.processed_at = At(rows::read_text(&time));
+    row
+}
+
 fn read_state(
     connection: &mut SqliteConnection,
     key: &IdempotencyKey,
 ) -> Result<Option<KeyState>, StoreError> {
-    let row: Option<GateRow> = gate::table
+    let row: Option<(GateRow, String)> = gate::table
         .find(key.as_str())
-        .select(GateRow::as_select())
+        .select((GateRow::as_select(), sql::<Text>(NEWEST)))
         .first(connection)
         .optional()?;
+    let row = row.map(with_time);
     let entry: Option<LedgerRow> = ledger::table
         .find(key.as_str())
         .select(LedgerRow::as_select())
@@ -491,7 +500,7 @@ fn list_gate(
         .filter(diesel::dsl::not(diesel::dsl::exists(
             ledger::table.filter(ledger::idempotency_key.eq(gate::idempotency_key)),
         )))
-        .select(GateRow::as_select())
+        .select((GateRow::as_select(), sql::<Text>(NEWEST)))
         .into_boxed::<Sqlite>();
     if let Some(order_id) = &filter.order_id {
         query = query.filter(gate::order_id.eq(order_id));
@@ -508,11 +517,14 @@ fn list_gate(
                 .sql(")"),
         );
     }
-    let rows: Vec<GateRow> = query
+    let rows: Vec<(GateRow, String)> = query
         .order(sql::<Text>(&format!(
             "{NEWEST} DESC, processed_orders.idempotency_key DESC"
         )))
         .limit(i64::from(filter.limit) + 1)
         .load(connection)?;
-    Ok(rows.iter().map(|row| Entry::of_gate(row, now)).collect())
+    Ok(rows
+        .into_iter()
+        .map(|row| Entry::of_gate(&with_time(row), now))
+        .collect())
 }
