@@ -55,10 +55,12 @@ impl CustomizeConnection<SqliteConnection, diesel::r2d2::Error> for Settings {
 }
 
 fn configure(connection: &mut SqliteConnection) -> QueryResult<()> {
-    connection.batch_execute(&format!(
-        "PRAGMA busy_timeout = {}; PRAGMA journal_mode = WAL; PRAGMA synchronous = FULL;",
-        BUSY_TIMEOUT.as_millis()
-    ))
+    connection.batch_execute(&busy_timeout())?;
+    connection.batch_execute("PRAGMA journal_mode = WAL; PRAGMA synchronous = FULL;")
+}
+
+fn busy_timeout() -> String {
+    format!("PRAGMA busy_timeout = {};", BUSY_TIMEOUT.as_millis())
 }
 
 /// How a transaction ends that is not to be committed.
@@ -112,7 +114,9 @@ impl SqliteStore {
             StartError::Unusable(format!("cannot use the SQLite file {path}: {error}"))
         };
         let mut connection = SqliteConnection::establish(path).map_err(|error| unusable(&error))?;
-        configure(&mut connection).map_err(|error| unusable(&error))?;
+        connection
+            .batch_execute(&busy_timeout())
+            .map_err(|error| unusable(&error))?;
         connection
             .immediate_transaction(|connection| {
                 let is_new = connection
@@ -131,7 +135,9 @@ impl SqliteStore {
                 Migration::Fault(fault) => unusable(&fault),
                 Migration::Failed(error) => unusable(&error),
                 Migration::Database(error) => unusable(&error),
-            })
+            })?;
+        // Only now: the journal's mode stays in the file, and one that is refused is left alone.
+        configure(&mut connection).map_err(|error| unusable(&error))
     }
 
     /// Runs `work` in a transaction that writes. It takes the file's lock at once: one that
