@@ -5,7 +5,9 @@
 
 mod helpers;
 
+mod adoption;
 mod conformance;
 mod faults;
+mod listing;
 mod races;
 mod readme;

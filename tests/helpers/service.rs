@@ -2,7 +2,7 @@
 
 use std::io::{BufRead, BufReader};
 use std::process::{Child, Command, ExitStatus, Output, Stdio};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, mpsc};
 use std::time::Duration;
 
 use serde_json::{Value, json};
@@ -93,7 +93,34 @@ pub(crate) fn command(
 
 /// Runs the binary until it ends by itself.
 pub(crate) fn run(database: &Database, arguments: &[&str], settings: &[(&str, &str)]) -> Output {
-    command(database, arguments, settings).output().unwrap()
+    finish(&mut command(database, arguments, settings))
+}
+
+/// Runs a command that has to end by itself.
+pub(crate) fn finish(command: &mut Command) -> Output {
+    let process = command
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let pid = process.id().to_string();
+    let (sender, receiver) = mpsc::channel();
+    std::thread::spawn(move || sender.send(process.wait_with_output()));
+    match receiver.recv_timeout(Duration::from_secs(30)) {
+        Ok(output) => output.unwrap(),
+        Err(_) => {
+            let _ = Command::new("kill").args(["-KILL", &pid]).status();
+            panic!("{command:?} does not end");
+        }
+    }
+}
+
+/// The one line that the binary leaves where it refuses to start.
+pub(crate) fn refusal(output: &Output) -> String {
+    let text = String::from_utf8(output.stderr.clone()).unwrap();
+    assert_eq!(output.status.code(), Some(1), "{text}");
+    assert_eq!(text.lines().count(), 1, "{text}");
+    text.trim_end().to_owned()
 }
 
 impl Service {
