@@ -105,6 +105,11 @@ impl Settings {
     pub fn database(&self) -> Result<Database, String> {
         let url = given(self.database_url.as_ref()).unwrap_or("sqlite:dedup-gate.db");
         if url.starts_with("postgres://") || url.starts_with("postgresql://") {
+            if !is_readable(url) {
+                return Err(
+                    "DATABASE_URL cannot be read; in a user's name and password write % as %25, @ as %40, / as %2F and : as %3A".into(),
+                );
+            }
             return Ok(Database::Postgres(url.into()));
         }
         let path = url
@@ -186,6 +191,27 @@ impl Settings {
         }
         Ok(keys)
     }
+}
+
+/// Whether libpq can read the user's part and the hosts of a URL. It would repeat what it cannot
+/// read, and that may be a piece of a password with an `@` or a `/` that is not encoded.
+fn is_readable(url: &str) -> bool {
+    let is_code = |code: &[u8]| code.iter().all(u8::is_ascii_hexdigit) && code != b"00";
+    let mut after_percent = url.split('%').skip(1).map(str::as_bytes);
+    let is_encoded = after_percent.all(|text| text.get(..2).is_some_and(is_code));
+    let rest = url.split_once("://").map_or(url, |(_, rest)| rest);
+    let hosts = match rest.split_once('@') {
+        Some((user, rest)) if !user.contains('/') => rest,
+        _ => rest,
+    };
+    let hosts = hosts.split(['/', '?']).next().unwrap_or_default();
+    let is_host = |host: &str| {
+        // The colons of an IPv6 address stand in brackets.
+        let host = host.rsplit_once(']').map_or(host, |(_, port)| port);
+        let port = host.split_once(':').map_or("", |(_, port)| port);
+        port.bytes().all(|digit| digit.is_ascii_digit())
+    };
+    is_encoded && !hosts.contains('@') && hosts.split(',').all(is_host)
 }
 
 /// A setting that is not empty: a compose file sets what is absent to nothing.
