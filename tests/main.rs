@@ -6,8 +6,10 @@
 mod helpers;
 
 mod adoption;
+mod auth;
 mod conformance;
 mod faults;
 mod listing;
 mod races;
 mod readme;
+mod start;

@@ -7,8 +7,8 @@ use std::sync::LazyLock;
 
 use super::wait_until;
 
-/// The server that tests share which only need a database.
-pub(crate) static SHARED: LazyLock<Postgres> = LazyLock::new(|| Postgres::start(&[]));
+/// The server that tests share which only need a database. None of them cuts its power.
+pub(crate) static SHARED: LazyLock<Postgres> = LazyLock::new(|| Postgres::start(&["fsync=off"]));
 
 /// A Postgres server. It ends with the test's process, however that ends.
 pub(crate) struct Postgres {
