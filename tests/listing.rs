@@ -37,6 +37,7 @@ fn follow(service: &Service, query: String, limit: usize) -> Vec<Value> {
         let (found, behind) = page(service, &query);
         assert!(behind.is_none() || found.len() == limit);
         entries.extend(found);
+        assert!(entries.len() <= 1000, "the list does not end");
         next = behind;
     }
     entries
@@ -326,6 +327,7 @@ fn pages_are_stable_while_entries_are_added() {
                 claim_all(service, &later, "a", pending);
                 let (found, behind) = page(service, &query);
                 entries.extend(found);
+                assert!(entries.len() <= 1000, "the list does not end");
                 next = behind;
             }
             assert_is_complete(&entries, &before.into_iter().collect());
