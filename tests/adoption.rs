@@ -327,6 +327,8 @@ fn a_gate_row_deleted_by_hand_does_not_undo_the_ledger() {
         service.database.sql("DELETE FROM processed_orders");
         assert_eq!(raw_claim(service, "done"), "done");
         assert_eq!(claim(service, "done")["status"], "done");
+        let claimed = service.get("/ledger?status=claimed").ok();
+        assert_eq!(claimed["entries"], json!([]));
     });
 }
 
