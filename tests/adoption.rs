@@ -252,6 +252,33 @@ fn times_finer_than_a_millisecond_lose_no_entry() {
     });
 }
 
+#[test]
+fn times_that_rfc_3339_cannot_write_are_read_and_listed() {
+    let service = Service::start(Backend::Postgres);
+    let times = [
+        "infinity",
+        "infinity",
+        "20000-01-01",
+        "2025-03-01",
+        "0044-03-15 BC",
+        "-infinity",
+        "-infinity",
+    ];
+    for (time, number) in times.iter().zip(0..) {
+        service.database.sql(&format!(
+            "INSERT INTO processed_orders (idempotency_key, order_id, processed_at) \
+             VALUES ('odd-{number}', 'o', '{time}')"
+        ));
+        let verdict = claim(&service, &format!("odd-{number}"));
+        assert_eq!(verdict["claimed"], false, "{time}");
+    }
+    let expected: BTreeSet<String> = (0..times.len())
+        .map(|number| format!("odd-{number}"))
+        .collect();
+    let listed = listed_one_by_one(&service);
+    assert_eq!(listed.into_iter().collect::<BTreeSet<_>>(), expected);
+}
+
 // Raw SQL beside the service.
 
 #[test]

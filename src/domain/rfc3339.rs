@@ -5,9 +5,15 @@ use serde::{Deserialize, Deserializer, Serializer, de::Error};
 
 use super::Time;
 
-/// `time` as text.
+/// Unix times in milliseconds: the first and the last that the format can write.
+const FIRST: i64 = -62_167_219_200_000;
+const LAST: i64 = 253_402_300_799_999;
+
+/// `time` as text; one beyond the years 0 to 9999 as the nearest that has four digits.
 pub fn format(time: Time) -> String {
-    time.to_rfc3339_opts(SecondsFormat::Millis, true)
+    DateTime::from_timestamp_millis(time.timestamp_millis().clamp(FIRST, LAST))
+        .unwrap_or(time)
+        .to_rfc3339_opts(SecondsFormat::Millis, true)
 }
 
 /// Writes a time.

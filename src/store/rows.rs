@@ -1,6 +1,7 @@
 //! Rows, and what they say of a key.
 
-use chrono::{DateTime, Utc};
+use chrono::{DateTime, Datelike, Utc};
+use diesel::data_types::PgTimestamp;
 use diesel::deserialize::{self, FromSql, FromSqlRow};
 use diesel::expression::AsExpression;
 use diesel::pg::{Pg, PgValue};
@@ -21,15 +22,34 @@ use crate::domain::{Time, rfc3339};
 #[diesel(sql_type = Instant)]
 pub(super) struct At(pub(super) Time);
 
+/// Where Postgres counts from: the Unix time of 2000 in microseconds.
+const YEAR_2000: i64 = 946_684_800_000_000;
+
+/// Raw SQL may write `infinity` on Postgres: it is the last time that there is, and `-infinity`
+/// the first, so that lists keep their order.
 impl FromSql<Instant, Pg> for At {
     fn from_sql(value: PgValue<'_>) -> deserialize::Result<Self> {
-        FromSql::<Timestamptz, Pg>::from_sql(value).map(Self)
+        let PgTimestamp(since_2000) = FromSql::<Timestamptz, Pg>::from_sql(value)?;
+        let time = since_2000
+            .checked_add(YEAR_2000)
+            .and_then(DateTime::from_timestamp_micros);
+        Ok(Self(time.unwrap_or(if since_2000 > 0 {
+            DateTime::<Utc>::MAX_UTC
+        } else {
+            DateTime::<Utc>::MIN_UTC
+        })))
     }
 }
 
 impl ToSql<Instant, Pg> for At {
     fn to_sql<'b>(&'b self, out: &mut Output<'b, '_, Pg>) -> serialize::Result {
-        ToSql::<Timestamptz, Pg>::to_sql(&self.0, &mut out.reborrow())
+        // A cursor gives the last and the first time back to a microsecond only.
+        let since_2000 = match self.0.year() {
+            262_000.. => i64::MAX,
+            ..=-262_000 => i64::MIN,
+            _ => self.0.timestamp_micros() - YEAR_2000,
+        };
+        ToSql::<Timestamptz, Pg>::to_sql(&PgTimestamp(since_2000), &mut out.reborrow())
     }
 }
 
