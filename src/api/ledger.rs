@@ -30,6 +30,9 @@ const MAX_RESULT: usize = 64 * 1024;
 const DEFAULT_LIMIT: u32 = 50;
 const MAX_LIMIT: u32 = 500;
 
+/// The first of Postgres' times, in microseconds from 1970: 4714-11-24 BC.
+const POSTGRES_BEGINS: i64 = -210_866_803_200_000_000;
+
 /// The work begins.
 #[derive(Debug, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
@@ -452,9 +455,10 @@ impl TryFrom<String> for LimitParameter {
     type Error = String;
 
     fn try_from(text: String) -> Result<Self, String> {
+        let is_digits = text.bytes().all(|byte| byte.is_ascii_digit());
         text.parse()
             .ok()
-            .filter(|limit| (1..=MAX_LIMIT).contains(limit))
+            .filter(|limit| is_digits && (1..=MAX_LIMIT).contains(limit))
             .map(Self)
             .ok_or_else(|| format!("must be a whole number from 1 to {MAX_LIMIT}"))
     }
@@ -472,8 +476,12 @@ impl TryFrom<String> for CursorParameter {
         let decode = || {
             let plain = String::from_utf8(URL_SAFE_NO_PAD.decode(text).ok()?).ok()?;
             let (microseconds, key) = plain.split_once(' ')?;
-            Some(Cursor {
-                updated_at: DateTime::from_timestamp_micros(microseconds.parse().ok()?)?,
+            let updated_at = DateTime::from_timestamp_micros(microseconds.parse().ok()?)?;
+            // Another time, or a NUL, would be an error of Postgres.
+            let is_possible =
+                updated_at.timestamp_micros() >= POSTGRES_BEGINS && !key.contains('\0');
+            is_possible.then(|| Cursor {
+                updated_at,
                 key: IdempotencyKey::from_store(key.to_owned()),
             })
         };
