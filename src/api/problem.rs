@@ -17,8 +17,11 @@ use crate::store::StoreError;
 /// How long to wait before asking again, in seconds, where the fault is ours and passes.
 const RETRY_AFTER_SECONDS: u32 = 1;
 
+/// How many characters of a text are repeated that somebody sent.
+const MAX_TEXT: usize = 300;
+
 /// What went wrong; stable, for programs.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, ToSchema)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "snake_case")]
 #[expect(missing_docs, reason = "each is explained by its title")]
 pub enum Code {
@@ -147,7 +150,7 @@ impl Problem {
     pub fn new(code: Code, detail: impl Into<String>) -> Self {
         Self {
             code,
-            detail: detail.into(),
+            detail: shortened(detail.into()),
             errors: Vec::new(),
             ids: None,
         }
@@ -160,8 +163,12 @@ impl Problem {
             Some(fault) => format!("{} {}", fault.pointer, fault.detail),
             None => String::new(),
         };
+        let errors = faults
+            .into_iter()
+            .map(|fault| Invalid::new(shortened(fault.pointer), shortened(fault.detail)))
+            .collect();
         Self {
-            errors: faults,
+            errors,
             ..Self::new(code, detail)
         }
     }
@@ -180,6 +187,15 @@ impl Problem {
             .collect();
         Self::with_members(Code::KeyReused, faults)
     }
+}
+
+/// Cuts what got long by what was sent.
+fn shortened(mut text: String) -> String {
+    if let Some((end, _)) = text.char_indices().nth(MAX_TEXT) {
+        text.truncate(end);
+        text.push('…');
+    }
+    text
 }
 
 impl From<Vec<Invalid>> for Problem {

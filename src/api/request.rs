@@ -24,9 +24,6 @@ pub struct BodyLimit(pub usize);
 /// still sending, hears the answer before the connection ends.
 const DISCARD_LIMIT: usize = 64 * 1024 * 1024;
 
-/// How many characters a detail may have: it may repeat what was sent.
-const MAX_DETAIL: usize = 300;
-
 /// How many faults a reply names.
 const MAX_FAULTS: usize = 50;
 
@@ -51,7 +48,7 @@ impl FromRequest for JsonBody {
             checks?;
             json::parse(&body)
                 .map(Self)
-                .map_err(|fault| Problem::new(Code::MalformedJson, shortened(&fault)))
+                .map_err(|fault| Problem::new(Code::MalformedJson, fault))
         })
     }
 }
@@ -133,8 +130,12 @@ impl FromRequest for Query {
 }
 
 fn parameters(query: &str) -> Result<Map<String, Value>, Invalid> {
-    if percent_decode_str(query).decode_utf8().is_err() {
-        return Err(Invalid::new("", "has a query that is not UTF-8"));
+    for parameter in query.split('&') {
+        if percent_decode_str(parameter).decode_utf8().is_err() {
+            let name = parameter.split('=').next().unwrap_or_default();
+            let name = percent_decode_str(name).decode_utf8_lossy();
+            return Err(Invalid::new(format!("/{}", escaped(&name)), "is not UTF-8"));
+        }
     }
     let mut parameters = Map::new();
     for (name, value) in form_urlencoded::parse(query.as_bytes()) {
@@ -167,7 +168,7 @@ fn check_no_query(request: &HttpRequest) -> Result<(), Problem> {
         .take(MAX_FAULTS)
         .map(|name| {
             Invalid::new(
-                shortened(&format!("/{}", escaped(name))),
+                format!("/{}", escaped(name)),
                 "is an unknown query parameter",
             )
         })
@@ -208,19 +209,14 @@ pub fn decode<T: DeserializeOwned>(value: Value, pointer: &str) -> Result<T, Inv
                 Segment::Enum { .. } | Segment::Unknown => {}
             }
         }
-        Invalid::new(
-            shortened(&pointer),
-            shortened(&error.into_inner().to_string()),
-        )
+        let detail = error.into_inner().to_string();
+        // serde says this of the object; the others are about a member.
+        if let Some(missing) = detail.strip_prefix("missing field `") {
+            let name = missing.trim_end_matches('`');
+            return Invalid::new(format!("{pointer}/{}", escaped(name)), "is missing");
+        }
+        Invalid::new(pointer, detail)
     })
-}
-
-/// Text that repeats what was sent, cut where it gets long.
-fn shortened(text: &str) -> String {
-    match text.char_indices().nth(MAX_DETAIL) {
-        Some((end, _)) => format!("{}…", &text[..end]),
-        None => text.to_owned(),
-    }
 }
 
 /// At most [`MAX_FAULTS`] of the faults.

@@ -17,6 +17,9 @@ pub const UUID_NAMESPACE: Uuid = Uuid::from_u128(0x9acf_0a2f_76a2_5cd1_ae81_b865
 /// How many warnings a reply holds at most.
 const MAX_WARNINGS: usize = 20;
 
+/// How many characters of a member's pointer a warning repeats at most.
+const MAX_POINTER: usize = 300;
+
 /// The largest integer that a double, and so JavaScript, surely holds exactly:
 /// `Number.MAX_SAFE_INTEGER`.
 const MAX_SAFE_INTEGER: f64 = 9_007_199_254_740_991.0;
@@ -302,6 +305,7 @@ impl Warnings {
 
     fn add(&mut self, pointer: &str, text: &str) {
         if self.found.len() < MAX_WARNINGS {
+            let pointer: String = pointer.chars().take(MAX_POINTER).collect();
             self.found.push(format!("{pointer} {text}"));
         } else {
             self.more += 1;
