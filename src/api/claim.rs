@@ -123,7 +123,6 @@ pub struct VerdictReply {
     /// Whether the caller does the work: the member to branch on.
     claimed: bool,
     /// The state of the work after this call.
-    #[schema(inline)]
     status: StatusName,
     /// The key.
     idempotency_key: String,
@@ -300,7 +299,8 @@ impl ClaimRequest {
         ("pending" = (value = json!({"idempotency_key": "order-2041", "claimant": "2041@9f2c:0:0", "pending": true, "lease_seconds": 600}))),
         ("array" = (value = json!([{"idempotency_key": "order-1", "claimant": "7@9f2c:0:0"}, {"idempotency_key": "order-2", "claimant": "7@9f2c:0:1"}])))
     )),
-    responses((status = 200, description = "The verdict, or an array of verdicts in the order of the claims", body = ClaimReply)))]
+    responses((status = 200, description = "The verdict, or an array of verdicts in the order of the claims", body = ClaimReply)),
+    extensions(("x-problems" = json!(["key_reused"]))))]
 pub async fn claim(
     body: JsonBody,
     caller: Caller,

@@ -28,6 +28,8 @@ pub async fn alive(_: NoQuery) -> Json<Health> {
 }
 
 /// Can the service answer?
+///
+/// It can where the database can be reached.
 #[utoipa::path(get, path = "/health/ready", tag = "health", responses(
     (status = 200, description = "The database can be reached", body = Health)
 ))]

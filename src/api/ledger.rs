@@ -14,7 +14,7 @@ use super::auth::Caller;
 use super::claim::{
     LeaseSeconds, OnStaleMember, OnStaleName, StatusName, VerdictReply, digest, holder,
 };
-use super::problem::{Code, Problem, ProblemReply};
+use super::problem::{Code, Problem};
 use super::request::{Attempt, JsonBody, NoQuery, Query, any_value, decode};
 use crate::domain::claim::{Claim, DEFAULT_LEASE_SECONDS, Door};
 use crate::domain::ledger::{Event, Outcome, Phase, Report, Status};
@@ -122,7 +122,6 @@ pub struct EntryReply {
     /// The order's name.
     order_id: String,
     /// The state of the work.
-    #[schema(inline)]
     status: StatusName,
     /// The current attempt.
     #[schema(minimum = 1)]
@@ -249,7 +248,8 @@ impl EventReply {
 /// `external_id` and `result`, so that a retry need not call the API again.
 #[utoipa::path(post, path = "/ledger/pending", tag = "ledger",
     request_body = PendingRequest,
-    responses((status = 200, description = "The verdict", body = VerdictReply)))]
+    responses((status = 200, description = "The verdict", body = VerdictReply)),
+    extensions(("x-problems" = json!(["key_reused"]))))]
 pub async fn pending(
     body: JsonBody,
     caller: Caller,
@@ -286,10 +286,8 @@ pub async fn pending(
 /// that happened is never forgotten.
 #[utoipa::path(post, path = "/ledger/done", tag = "ledger",
     request_body = DoneRequest,
-    responses(
-        (status = 200, description = "The entry", body = ReportReply),
-        (status = 404, description = "`unknown_key`", body = ProblemReply, content_type = "application/problem+json"),
-        (status = 409, description = "`already_done`, `superseded` or `not_holder`", body = ProblemReply, content_type = "application/problem+json")))]
+    responses((status = 200, description = "The entry", body = ReportReply)),
+    extensions(("x-problems" = json!(["unknown_key", "already_done", "superseded", "not_holder", "attempt_required"]))))]
 pub async fn done(
     body: JsonBody,
     caller: Caller,
@@ -320,10 +318,8 @@ pub async fn done(
 /// `attempt` is required, so that a repeated report cannot fail somebody else's attempt.
 #[utoipa::path(post, path = "/ledger/failed", tag = "ledger",
     request_body = FailedRequest,
-    responses(
-        (status = 200, description = "The entry", body = ReportReply),
-        (status = 404, description = "`unknown_key`", body = ProblemReply, content_type = "application/problem+json"),
-        (status = 409, description = "`already_done`, `superseded` or `not_holder`", body = ProblemReply, content_type = "application/problem+json")))]
+    responses((status = 200, description = "The entry", body = ReportReply)),
+    extensions(("x-problems" = json!(["unknown_key", "already_done", "superseded", "not_holder"]))))]
 pub async fn failed(
     body: JsonBody,
     caller: Caller,
@@ -368,9 +364,8 @@ fn unknown_key(key: &IdempotencyKey) -> Problem {
 /// keys `.` and `..`, which clients collapse, there is `GET /ledger?idempotency_key=`.
 #[utoipa::path(get, path = "/ledger/{idempotency_key}", tag = "ledger",
     params(("idempotency_key" = String, Path, min_length = 1, max_length = 255, description = "The key, percent-encoded")),
-    responses(
-        (status = 200, description = "The entry", body = EntryReply),
-        (status = 404, description = "`unknown_key`", body = ProblemReply, content_type = "application/problem+json")))]
+    responses((status = 200, description = "The entry", body = EntryReply)),
+    extensions(("x-problems" = json!(["unknown_key"]))))]
 pub async fn entry(
     request: HttpRequest,
     _: NoQuery,
@@ -414,7 +409,7 @@ struct ListQuery {
     #[param(value_type = Option<String>, min_length = 1, max_length = 255)]
     idempotency_key: Option<IdempotencyKey>,
     /// How many at most.
-    #[param(value_type = Option<i32>, minimum = 1, maximum = 500)]
+    #[param(value_type = Option<i32>, minimum = 1, maximum = 500, default = 50)]
     limit: Option<LimitParameter>,
     /// The `next_cursor` of the part before.
     #[param(value_type = Option<String>)]

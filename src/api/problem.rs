@@ -6,7 +6,7 @@ use actix_web::body::BoxBody;
 use actix_web::http::StatusCode;
 use actix_web::http::header::{RETRY_AFTER, WWW_AUTHENTICATE};
 use actix_web::{HttpRequest, HttpResponse, Responder, ResponseError};
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
 use crate::domain::Invalid;
@@ -44,6 +44,22 @@ pub enum Code {
 }
 
 impl Code {
+    /// Its HTTP status.
+    pub fn status(self) -> u16 {
+        self.status_and_title().0.as_u16()
+    }
+
+    /// What it stands for, for people.
+    pub fn title(self) -> &'static str {
+        self.status_and_title().1
+    }
+
+    /// Its name, for programs.
+    pub fn name(self) -> String {
+        let name = serde_json::to_value(self).unwrap_or_default();
+        name.as_str().unwrap_or_default().to_owned()
+    }
+
     /// Its HTTP status and its title.
     fn status_and_title(self) -> (StatusCode, &'static str) {
         match self {
@@ -102,7 +118,11 @@ pub struct Problem {
 
 /// A problem (RFC 9457), sent as `application/problem+json`.
 #[derive(Debug, Serialize, ToSchema)]
-#[schema(as = Problem)]
+#[schema(as = Problem, example = json!({
+    "type": "urn:dedup-gate:problem:invalid_request", "title": "The request has faults", "status": 422,
+    "detail": "/ttl_seconds must be a whole number from 1 to 315360000", "code": "invalid_request",
+    "errors": [{"pointer": "/ttl_seconds", "detail": "must be a whole number from 1 to 315360000"}]
+}))]
 pub struct ProblemReply {
     /// Names the kind of problem; the same for the same `code`.
     #[serde(rename = "type")]
@@ -279,15 +299,10 @@ impl From<GateError> for Problem {
 
 impl From<&Problem> for ProblemReply {
     fn from(problem: &Problem) -> Self {
-        let (status, title) = problem.code.status_and_title();
-        let name = serde_json::to_value(problem.code).unwrap_or_default();
         Self {
-            uri: format!(
-                "urn:dedup-gate:problem:{}",
-                name.as_str().unwrap_or_default()
-            ),
-            title,
-            status: status.as_u16(),
+            uri: format!("urn:dedup-gate:problem:{}", problem.code.name()),
+            title: problem.code.title(),
+            status: problem.code.status(),
             detail: problem.detail.clone(),
             code: problem.code,
             errors: problem
@@ -305,12 +320,7 @@ impl From<&Problem> for ProblemReply {
 
 impl fmt::Display for Problem {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(
-            formatter,
-            "{}: {}",
-            self.code.status_and_title().1,
-            self.detail
-        )
+        write!(formatter, "{}: {}", self.code.title(), self.detail)
     }
 }
 
