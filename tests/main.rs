@@ -9,6 +9,7 @@ mod adoption;
 mod auth;
 mod conformance;
 mod faults;
+mod keys;
 mod listing;
 mod races;
 mod readme;

@@ -2,7 +2,9 @@
 
 pub(crate) mod contest;
 pub(crate) mod database;
+pub(crate) mod node;
 pub(crate) mod postgres;
+pub(crate) mod random;
 pub(crate) mod service;
 
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
