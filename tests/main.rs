@@ -11,6 +11,7 @@ mod conformance;
 mod faults;
 mod keys;
 mod listing;
+mod openapi;
 mod races;
 mod readme;
 mod start;

@@ -90,6 +90,17 @@ impl Database {
         }
     }
 
+    /// Every row of every table.
+    pub(crate) fn dump(&self) -> String {
+        self.sql(match self.backend {
+            Backend::Postgres => {
+                "SELECT table_name, query_to_xml(format('SELECT * FROM %I ORDER BY 1, 2', table_name), true, false, '')
+                 FROM information_schema.tables WHERE table_schema = 'public' ORDER BY table_name"
+            }
+            Backend::Sqlite => ".dump",
+        })
+    }
+
     /// Moves all times of a key into the past, as if so many seconds had gone by since.
     pub(crate) fn age(&self, key: &str, seconds: u32) {
         let quoted = key.replace('\'', "''");

@@ -247,7 +247,7 @@ impl Client {
         Ok(Reply {
             status: parts.status.as_u16(),
             headers: parts.headers,
-            body: serde_json::from_str(&text).unwrap_or(Value::Null),
+            body: parsed(text.as_bytes()),
         })
     }
 
@@ -319,6 +319,16 @@ impl Drop for Service {
         let _ = self.process.kill();
         let _ = self.process.wait();
     }
+}
+
+/// The JSON in a body, however deep; null where it is none.
+pub(crate) fn parsed(body: &[u8]) -> Value {
+    let mut reader = serde_json::Deserializer::from_slice(body);
+    reader.disable_recursion_limit();
+    let value = serde::Deserialize::deserialize(&mut reader);
+    value
+        .and_then(|value| reader.end().map(|()| value))
+        .unwrap_or(Value::Null)
 }
 
 /// A key as a segment of a path.
