@@ -7,6 +7,7 @@ mod helpers;
 
 mod adoption;
 mod auth;
+mod bad_input;
 mod conformance;
 mod faults;
 mod keys;
