@@ -30,9 +30,6 @@ const MAX_RESULT: usize = 64 * 1024;
 const DEFAULT_LIMIT: u32 = 50;
 const MAX_LIMIT: u32 = 500;
 
-/// The first of Postgres' times, in microseconds from 1970: 4714-11-24 BC.
-const POSTGRES_BEGINS: i64 = -210_866_803_200_000_000;
-
 /// The work begins.
 #[derive(Debug, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
@@ -471,13 +468,11 @@ impl TryFrom<String> for CursorParameter {
         let decode = || {
             let plain = String::from_utf8(URL_SAFE_NO_PAD.decode(text).ok()?).ok()?;
             let (microseconds, key) = plain.split_once(' ')?;
-            let updated_at = DateTime::from_timestamp_micros(microseconds.parse().ok()?)?;
-            // Another time, or a NUL, would be an error of Postgres.
-            let is_possible =
-                updated_at.timestamp_micros() >= POSTGRES_BEGINS && !key.contains('\0');
-            is_possible.then(|| Cursor {
-                updated_at,
-                key: IdempotencyKey::from_store(key.to_owned()),
+            // No key holds a NUL, and Postgres refuses a text that does.
+            let key = (!key.contains('\0')).then(|| IdempotencyKey::from_store(key.to_owned()))?;
+            Some(Cursor {
+                updated_at: DateTime::from_timestamp_micros(microseconds.parse().ok()?)?,
+                key,
             })
         };
         decode().map(Self).ok_or("is not a cursor of this service")

@@ -22,8 +22,12 @@ use crate::domain::{Time, rfc3339};
 #[diesel(sql_type = Instant)]
 pub(super) struct At(pub(super) Time);
 
-/// Where Postgres counts from: the Unix time of 2000 in microseconds.
+/// Unix times in microseconds: where Postgres counts from, and the first that it takes.
 const YEAR_2000: i64 = 946_684_800_000_000;
+const POSTGRES_BEGINS: i64 = -210_866_803_200_000_000;
+/// The year from which on a time counts as the last that there is. Postgres takes later ones,
+/// chrono hardly.
+const LAST_YEAR: i32 = 262_000;
 
 /// Raw SQL may write `infinity` on Postgres: it is the last time that there is, and `-infinity`
 /// the first, so that lists keep their order.
@@ -43,11 +47,13 @@ impl FromSql<Instant, Pg> for At {
 
 impl ToSql<Instant, Pg> for At {
     fn to_sql<'b>(&'b self, out: &mut Output<'b, '_, Pg>) -> serialize::Result {
-        // A cursor gives the last and the first time back to a microsecond only.
-        let since_2000 = match self.0.year() {
-            262_000.. => i64::MAX,
-            ..=-262_000 => i64::MIN,
-            _ => self.0.timestamp_micros() - YEAR_2000,
+        let micros = self.0.timestamp_micros();
+        let since_2000 = if self.0.year() >= LAST_YEAR {
+            i64::MAX
+        } else if micros < POSTGRES_BEGINS {
+            i64::MIN
+        } else {
+            micros - YEAR_2000
         };
         ToSql::<Timestamptz, Pg>::to_sql(&PgTimestamp(since_2000), &mut out.reborrow())
     }
