@@ -801,9 +801,6 @@ fn forged_cursors_are_refused() {
             "9223372036854775808 a",
             "-9223372036854775808 a",
             "9223372036854775807 a",
-            // Before Postgres' first time, and what no Postgres text holds.
-            "-8334601228800000000 a",
-            "-210866803200000001 a",
             "1 a\0b",
         ] {
             is_bad_query(
@@ -817,7 +814,10 @@ fn forged_cursors_are_refused() {
         let page = service.get("/ledger?limit=1").ok();
         let cursor = page["next_cursor"].as_str().unwrap().to_owned();
         service.get(&format!("/ledger?cursor={cursor}")).ok();
+        // The first and the last time, and what lies about the first of Postgres.
         for possible in [
+            "-8334601228800000000 a",
+            "-210866803200000001 a",
             "-210866803200000000 a",
             "8210266876799999999 a",
             "1 ",
