@@ -1444,3 +1444,13 @@ fn no_path_or_query_makes_the_service_fail() {
             .unwrap();
     });
 }
+
+#[test]
+fn a_body_that_never_ends_does_not_hold_its_connection() {
+    let service = Service::start(Backend::Sqlite);
+    let mut connection = Connection::open(&service);
+    connection.send_head("/claim", "Content-Length: 100\r\n");
+    connection.send("{");
+    assert_eq!(connection.reply().problem(400), "malformed_json");
+    connection.wait_for_the_end();
+}

@@ -1,5 +1,7 @@
 //! How requests are read: strictly, and with the faults named.
 
+use std::time::Duration;
+
 use actix_web::dev::Payload;
 use actix_web::http::header::{CONTENT_ENCODING, CONTENT_LENGTH, CONTENT_TYPE, HeaderMap};
 use actix_web::{FromRequest, HttpMessage, HttpRequest, web};
@@ -10,6 +12,7 @@ use serde::de::{DeserializeOwned, Error as _};
 use serde::{Deserialize, Deserializer};
 use serde_json::{Map, Value};
 use serde_path_to_error::Segment;
+use tokio::time::timeout;
 
 use super::auth::Caller;
 use super::problem::{Code, Problem};
@@ -23,6 +26,9 @@ pub struct BodyLimit(pub usize);
 /// How much of a body that is too large is read and thrown away, so that the client, which is
 /// still sending, hears the answer before the connection ends.
 const DISCARD_LIMIT: usize = 64 * 1024 * 1024;
+
+/// How long a body may take: one that never ends must not hold a connection for good.
+const BODY_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// How many faults a reply names.
 const MAX_FAULTS: usize = 50;
@@ -44,7 +50,12 @@ impl FromRequest for JsonBody {
             .unwrap_or(0);
         let mut payload = payload.take();
         Box::pin(async move {
-            let body = read(&mut payload, limit, announced).await?;
+            let body = timeout(BODY_TIMEOUT, read(&mut payload, limit, announced))
+                .await
+                .map_err(|_| {
+                    let detail = format!("the body did not arrive within {BODY_TIMEOUT:?}");
+                    Problem::new(Code::MalformedJson, detail)
+                })??;
             checks?;
             json::parse(&body)
                 .map(Self)
