@@ -230,7 +230,7 @@ pub fn decode<T: DeserializeOwned>(value: Value, pointer: &str) -> Result<T, Inv
     })
 }
 
-/// At most [`MAX_FAULTS`] of the faults.
+/// As many of the faults as a reply names.
 pub fn first_faults(mut faults: Vec<Invalid>) -> Vec<Invalid> {
     faults.truncate(MAX_FAULTS);
     faults
