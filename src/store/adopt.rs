@@ -1,5 +1,8 @@
 //! Whether tables that exist before the first migration can be adopted.
 
+use diesel::prelude::*;
+use diesel::sql_types::{Bool, Text};
+
 /// What a column holds.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Kind {
@@ -29,20 +32,32 @@ pub(super) struct Table {
 }
 
 /// A column that is there.
+#[derive(QueryableByName)]
 pub(super) struct Column {
-    pub(super) name: String,
-    pub(super) type_name: String,
-    pub(super) not_null: bool,
-    pub(super) has_default: bool,
+    #[diesel(sql_type = Text)]
+    name: String,
+    #[diesel(sql_type = Text)]
+    type_name: String,
+    #[diesel(sql_type = Bool)]
+    not_null: bool,
+    #[diesel(sql_type = Bool)]
+    has_default: bool,
+}
+
+/// A constraint or unique index that is there, and could refuse a row.
+#[derive(QueryableByName)]
+pub(super) struct Constraint {
+    #[diesel(sql_type = Text)]
+    name: String,
+    /// Whether it makes the columns of the key unique, compared byte by byte.
+    #[diesel(sql_type = Bool)]
+    is_key: bool,
 }
 
 /// A table that is there.
 pub(super) struct Existing {
     pub(super) columns: Vec<Column>,
-    /// Whether the columns of the key are unique, compared byte by byte.
-    pub(super) has_key: bool,
-    /// Other constraints and unique indexes, which could refuse a row.
-    pub(super) constraints: Vec<String>,
+    pub(super) constraints: Vec<Constraint>,
 }
 
 /// How a database names and changes things.
@@ -174,16 +189,22 @@ pub(super) fn fault(table: &Table, existing: &Existing, dialect: &Dialect) -> Op
             ));
         }
     }
-    if !existing.has_key {
+    if !existing.constraints.iter().any(|found| found.is_key) {
         faults.push(format!(
             "it lacks a primary key on ({}), compared byte by byte",
             table.key.join(", ")
         ));
     }
-    if !existing.constraints.is_empty() {
+    let constraints: Vec<&str> = existing
+        .constraints
+        .iter()
+        .filter(|found| !found.is_key)
+        .map(|found| found.name.as_str())
+        .collect();
+    if !constraints.is_empty() {
         faults.push(format!(
             "it has constraints of its own: {}",
-            existing.constraints.join(", ")
+            constraints.join(", ")
         ));
     }
     (!faults.is_empty()).then(|| {

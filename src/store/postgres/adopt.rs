@@ -2,9 +2,11 @@
 
 use diesel::pg::PgConnection;
 use diesel::prelude::*;
-use diesel::sql_types::{Bool, Nullable, Text};
+use diesel::sql_types::{Nullable, Text};
 
-use super::super::adopt::{Column, Dialect, Existing, Kind, TABLES, Table, fault as fault_of};
+use super::super::adopt::{
+    Column, Constraint, Dialect, Existing, Kind, TABLES, Table, fault as fault_of,
+};
 
 const DIALECT: Dialect = Dialect {
     fits,
@@ -27,26 +29,6 @@ fn fits(type_name: &str, kind: Kind) -> bool {
 struct Schema {
     #[diesel(sql_type = Nullable<Text>)]
     name: Option<String>,
-}
-
-#[derive(QueryableByName)]
-struct ColumnRow {
-    #[diesel(sql_type = Text)]
-    name: String,
-    #[diesel(sql_type = Text)]
-    type_name: String,
-    #[diesel(sql_type = Bool)]
-    not_null: bool,
-    #[diesel(sql_type = Bool)]
-    has_default: bool,
-}
-
-#[derive(QueryableByName)]
-struct ConstraintRow {
-    #[diesel(sql_type = Text)]
-    name: String,
-    #[diesel(sql_type = Bool)]
-    is_key: bool,
 }
 
 /// What keeps the tables of the current schema from being adopted; none: nothing does.
@@ -74,7 +56,7 @@ fn existing(
     schema: &str,
     table: &Table,
 ) -> QueryResult<Option<Existing>> {
-    let columns: Vec<ColumnRow> = diesel::sql_query(
+    let columns: Vec<Column> = diesel::sql_query(
         "SELECT attname::text AS name, format_type(atttypid, atttypmod) AS type_name, \
              attnotnull AS not_null, \
              atthasdef OR attidentity <> '' OR attgenerated <> '' AS has_default \
@@ -90,7 +72,7 @@ fn existing(
         return Ok(None);
     }
     // The key must be one that ON CONFLICT can use, and its texts equal only byte by byte.
-    let constraints: Vec<ConstraintRow> = diesel::sql_query(
+    let constraints: Vec<Constraint> = diesel::sql_query(
         "SELECT index_class.relname::text AS name, \
              indimmediate AND indisvalid AND indpred IS NULL AND indexprs IS NULL \
              AND (SELECT array_agg(attname::text ORDER BY place) \
@@ -119,20 +101,7 @@ fn existing(
     .bind::<Text, _>(table.key.join(","))
     .load(connection)?;
     Ok(Some(Existing {
-        columns: columns
-            .into_iter()
-            .map(|column| Column {
-                name: column.name,
-                type_name: column.type_name,
-                not_null: column.not_null,
-                has_default: column.has_default,
-            })
-            .collect(),
-        has_key: constraints.iter().any(|constraint| constraint.is_key),
-        constraints: constraints
-            .into_iter()
-            .filter(|constraint| !constraint.is_key)
-            .map(|constraint| constraint.name)
-            .collect(),
+        columns,
+        constraints,
     }))
 }

@@ -1,28 +1,28 @@
 //! The store on Postgres. Any number of replicas may share one database.
 
 mod adopt;
+mod list;
 
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant as Clock};
 
 use chrono::TimeDelta;
 use diesel::connection::SimpleConnection;
-use diesel::dsl::sql;
-use diesel::pg::{Pg, PgConnection};
+use diesel::pg::PgConnection;
 use diesel::prelude::*;
 use diesel::r2d2::{ConnectionManager, Pool};
 use diesel::result::{DatabaseErrorKind, Error as DieselError};
 use diesel::sql_types::{Array, BigInt, Binary, Bool, Integer, Nullable, Text};
 use diesel_migrations::{EmbeddedMigrations, MigrationHarness, embed_migrations};
 
-use super::rows::{self, At, GateRow, HistoryRow, LedgerRow, Seen};
+use super::rows::{self, At, GateRow, HistoryRow, LedgerRow};
 use super::schema::{
     Instant, processed_orders as gate, run_history as history, run_ledger as ledger,
 };
 use super::{Entry, Filter, Page, Settled, StartError, Store, StoreError};
 use crate::domain::Time;
 use crate::domain::claim::{Claim, Found, KeyReused, Verdict, Write, decide_all};
-use crate::domain::ledger::{Event, KeyState, Report, Status, settle};
+use crate::domain::ledger::{Event, KeyState, Report, settle};
 use crate::domain::text::IdempotencyKey;
 
 const MIGRATIONS: EmbeddedMigrations = embed_migrations!("migrations/postgres");
@@ -659,9 +659,9 @@ impl Store for PostgresStore {
     fn list(&self, filter: &Filter) -> Result<Page, StoreError> {
         self.read(|connection| {
             let now = clock(connection)?;
-            let entries = list_ledger(connection, filter, now)?;
+            let entries = list::ledger(connection, filter, now)?;
             let gate = if filter.includes_gate() {
-                list_gate(connection, filter, now)?
+                list::gate(connection, filter, now)?
             } else {
                 Vec::new()
             };
@@ -679,101 +679,4 @@ impl Store for PostgresStore {
             Ok(())
         })
     }
-}
-
-/// Entries of the ledger, one more than asked for, so that it shows whether there are more.
-fn list_ledger(
-    connection: &mut PgConnection,
-    filter: &Filter,
-    now: Time,
-) -> Result<Vec<Entry>, StoreError> {
-    let mut query = ledger::table
-        .left_join(gate::table.on(gate::idempotency_key.eq(ledger::idempotency_key)))
-        .select((
-            LedgerRow::as_select(),
-            (gate::seen_again, gate::last_seen_at).nullable(),
-        ))
-        .into_boxed::<Pg>();
-    // Written out where a partial index serves it: a parameter would hide that.
-    query = match filter.status {
-        None => query,
-        Some(Status::Claimed) => query.filter(sql::<Bool>("status = 'claimed'")),
-        Some(Status::Failed) => query.filter(sql::<Bool>("status = 'failed'")),
-        Some(Status::Done) => query.filter(sql::<Bool>("status = 'done'")),
-        Some(Status::Pending) => query
-            .filter(sql::<Bool>("status = 'pending'"))
-            .filter(ledger::lease_expires_at.gt(At(now))),
-        Some(Status::Stale) => query
-            .filter(sql::<Bool>("status = 'pending'"))
-            .filter(ledger::lease_expires_at.le(At(now))),
-    };
-    query = match filter.conflict {
-        None => query,
-        Some(true) => query.filter(ledger::conflict),
-        Some(false) => query.filter(diesel::dsl::not(ledger::conflict)),
-    };
-    if let Some(order_id) = &filter.order_id {
-        query = query.filter(ledger::order_id.eq(order_id));
-    }
-    if let Some(key) = &filter.key {
-        query = query.filter(ledger::idempotency_key.eq(key.as_str()));
-    }
-    if let Some(cursor) = &filter.cursor {
-        let at = At(cursor.updated_at);
-        query = query.filter(ledger::updated_at.le(at)).filter(
-            ledger::updated_at
-                .lt(at)
-                .or(sql::<Bool>("run_ledger.idempotency_key COLLATE \"C\" < ")
-                    .bind::<Text, _>(cursor.key.as_str())),
-        );
-    }
-    let rows: Vec<(LedgerRow, Option<Seen>)> = query
-        .order((
-            ledger::updated_at.desc(),
-            sql::<Text>("run_ledger.idempotency_key COLLATE \"C\" DESC"),
-        ))
-        .limit(i64::from(filter.limit) + 1)
-        .load(connection)?;
-    rows.into_iter()
-        .map(|(row, seen)| Entry::of_ledger(&row, seen.unwrap_or_default(), now))
-        .collect()
-}
-
-/// Keys that are claimed at the gate alone, one more than asked for.
-fn list_gate(
-    connection: &mut PgConnection,
-    filter: &Filter,
-    now: Time,
-) -> Result<Vec<Entry>, StoreError> {
-    // The hint decides by which index the list is read; the ledger decides what is in it.
-    let mut query = gate::table
-        .filter(sql::<Bool>("NOT in_ledger"))
-        .filter(diesel::dsl::not(diesel::dsl::exists(
-            ledger::table.filter(ledger::idempotency_key.eq(gate::idempotency_key)),
-        )))
-        .select(GateRow::as_select())
-        .into_boxed::<Pg>();
-    if let Some(order_id) = &filter.order_id {
-        query = query.filter(gate::order_id.eq(order_id));
-    }
-    if let Some(key) = &filter.key {
-        query = query.filter(gate::idempotency_key.eq(key.as_str()));
-    }
-    if let Some(cursor) = &filter.cursor {
-        let at = At(cursor.updated_at);
-        query = query.filter(gate::processed_at.le(at)).filter(
-            gate::processed_at.lt(at).or(sql::<Bool>(
-                "processed_orders.idempotency_key COLLATE \"C\" < ",
-            )
-            .bind::<Text, _>(cursor.key.as_str())),
-        );
-    }
-    let rows: Vec<GateRow> = query
-        .order((
-            gate::processed_at.desc(),
-            sql::<Text>("processed_orders.idempotency_key COLLATE \"C\" DESC"),
-        ))
-        .limit(i64::from(filter.limit) + 1)
-        .load(connection)?;
-    Ok(rows.iter().map(|row| Entry::of_gate(row, now)).collect())
 }

@@ -1,10 +1,12 @@
 //! Looks at tables that exist before the first migration.
 
 use diesel::prelude::*;
-use diesel::sql_types::{Bool, Text};
+use diesel::sql_types::Text;
 use diesel::sqlite::SqliteConnection;
 
-use super::super::adopt::{Column, Dialect, Existing, Kind, TABLES, Table, fault as fault_of};
+use super::super::adopt::{
+    Column, Constraint, Dialect, Existing, Kind, TABLES, Table, fault as fault_of,
+};
 
 const DIALECT: Dialect = Dialect {
     fits,
@@ -23,26 +25,6 @@ fn fits(type_name: &str, kind: Kind) -> bool {
             && !declared.contains("INT")
 }
 
-#[derive(QueryableByName)]
-struct ColumnRow {
-    #[diesel(sql_type = Text)]
-    name: String,
-    #[diesel(sql_type = Text)]
-    type_name: String,
-    #[diesel(sql_type = Bool)]
-    not_null: bool,
-    #[diesel(sql_type = Bool)]
-    has_default: bool,
-}
-
-#[derive(QueryableByName)]
-struct ConstraintRow {
-    #[diesel(sql_type = Text)]
-    name: String,
-    #[diesel(sql_type = Bool)]
-    is_key: bool,
-}
-
 /// What keeps the tables of the file from being adopted; none: nothing does.
 pub(super) fn fault(connection: &mut SqliteConnection) -> QueryResult<Option<String>> {
     for table in &TABLES {
@@ -57,7 +39,7 @@ pub(super) fn fault(connection: &mut SqliteConnection) -> QueryResult<Option<Str
 }
 
 fn existing(connection: &mut SqliteConnection, table: &Table) -> QueryResult<Option<Existing>> {
-    let columns: Vec<ColumnRow> = diesel::sql_query(
+    let columns: Vec<Column> = diesel::sql_query(
         "SELECT name, type AS type_name, \"notnull\" AS not_null, \
              dflt_value IS NOT NULL AS has_default \
          FROM pragma_table_info(?)",
@@ -67,7 +49,7 @@ fn existing(connection: &mut SqliteConnection, table: &Table) -> QueryResult<Opt
     if columns.is_empty() {
         return Ok(None);
     }
-    let constraints: Vec<ConstraintRow> = diesel::sql_query(
+    let constraints: Vec<Constraint> = diesel::sql_query(
         "SELECT list.name AS name, \
              NOT list.partial AND (SELECT group_concat(info.name) || '' \
                  FROM pragma_index_xinfo(list.name) AS info WHERE info.key) = ? \
@@ -79,20 +61,7 @@ fn existing(connection: &mut SqliteConnection, table: &Table) -> QueryResult<Opt
     .bind::<Text, _>(table.name)
     .load(connection)?;
     Ok(Some(Existing {
-        columns: columns
-            .into_iter()
-            .map(|column| Column {
-                name: column.name,
-                type_name: column.type_name,
-                not_null: column.not_null,
-                has_default: column.has_default,
-            })
-            .collect(),
-        has_key: constraints.iter().any(|constraint| constraint.is_key),
-        constraints: constraints
-            .into_iter()
-            .filter(|constraint| !constraint.is_key)
-            .map(|constraint| constraint.name)
-            .collect(),
+        columns,
+        constraints,
     }))
 }

@@ -1,6 +1,7 @@
 //! The store on an embedded SQLite file: one writer, in WAL mode, flushed at each commit.
 
 mod adopt;
+mod list;
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -11,16 +12,16 @@ use diesel::dsl::sql;
 use diesel::prelude::*;
 use diesel::r2d2::{ConnectionManager, CustomizeConnection, Pool};
 use diesel::result::Error as DieselError;
-use diesel::sql_types::{Bool, Text};
-use diesel::sqlite::{Sqlite, SqliteConnection};
+use diesel::sql_types::Text;
+use diesel::sqlite::SqliteConnection;
 use diesel_migrations::{EmbeddedMigrations, MigrationHarness, embed_migrations};
 
-use super::rows::{self, At, GateRow, HistoryRow, LedgerRow, Seen};
+use super::rows::{self, At, GateRow, HistoryRow, LedgerRow};
 use super::schema::{processed_orders as gate, run_history as history, run_ledger as ledger};
 use super::{Entry, Filter, Page, Settled, StartError, Store, StoreError};
 use crate::domain::Time;
 use crate::domain::claim::{Claim, Found, KeyReused, Verdict, Write, decide, decide_all};
-use crate::domain::ledger::{Event, KeyState, Report, Status, settle};
+use crate::domain::ledger::{Event, KeyState, Report, settle};
 use crate::domain::text::IdempotencyKey;
 
 const MIGRATIONS: EmbeddedMigrations = embed_migrations!("migrations/sqlite");
@@ -417,9 +418,9 @@ impl Store for SqliteStore {
     fn list(&self, filter: &Filter) -> Result<Page, StoreError> {
         self.read(|connection| {
             let now = clock();
-            let entries = list_ledger(connection, filter, now)?;
+            let entries = list::ledger(connection, filter, now)?;
             let gate = if filter.includes_gate() {
-                list_gate(connection, filter, now)?
+                list::gate(connection, filter, now)?
             } else {
                 Vec::new()
             };
@@ -436,101 +437,4 @@ impl Store for SqliteStore {
             Ok(())
         })
     }
-}
-
-/// Entries of the ledger, one more than asked for, so that it shows whether there are more.
-fn list_ledger(
-    connection: &mut SqliteConnection,
-    filter: &Filter,
-    now: Time,
-) -> Result<Vec<Entry>, StoreError> {
-    let mut query = ledger::table
-        .left_join(gate::table.on(gate::idempotency_key.eq(ledger::idempotency_key)))
-        .select((
-            LedgerRow::as_select(),
-            (gate::seen_again, gate::last_seen_at).nullable(),
-        ))
-        .into_boxed::<Sqlite>();
-    // Written out where a partial index serves it: SQLite compares the text of the condition.
-    query = match filter.status {
-        None => query,
-        Some(Status::Done) => query.filter(ledger::status.eq("done")),
-        Some(Status::Claimed) => {
-            query.filter(sql::<Bool>("status = 'claimed' AND status <> 'done'"))
-        }
-        Some(Status::Failed) => query.filter(sql::<Bool>("status = 'failed' AND status <> 'done'")),
-        Some(Status::Pending) => query
-            .filter(sql::<Bool>("status = 'pending' AND status <> 'done'"))
-            .filter(ledger::lease_expires_at.gt(At(now))),
-        Some(Status::Stale) => query
-            .filter(sql::<Bool>("status = 'pending' AND status <> 'done'"))
-            .filter(ledger::lease_expires_at.le(At(now))),
-    };
-    query = match filter.conflict {
-        None => query,
-        Some(true) => query.filter(ledger::conflict),
-        Some(false) => query.filter(diesel::dsl::not(ledger::conflict)),
-    };
-    if let Some(order_id) = &filter.order_id {
-        query = query.filter(ledger::order_id.eq(order_id));
-    }
-    if let Some(key) = &filter.key {
-        query = query.filter(ledger::idempotency_key.eq(key.as_str()));
-    }
-    if let Some(cursor) = &filter.cursor {
-        let at = At(cursor.updated_at);
-        query = query.filter(ledger::updated_at.le(at)).filter(
-            ledger::updated_at
-                .lt(at)
-                .or(ledger::idempotency_key.lt(cursor.key.as_str())),
-        );
-    }
-    let rows: Vec<(LedgerRow, Option<Seen>)> = query
-        .order((ledger::updated_at.desc(), ledger::idempotency_key.desc()))
-        .limit(i64::from(filter.limit) + 1)
-        .load(connection)?;
-    rows.into_iter()
-        .map(|(row, seen)| Entry::of_ledger(&row, seen.unwrap_or_default(), now))
-        .collect()
-}
-
-/// Keys that are claimed at the gate alone, one more than asked for.
-fn list_gate(
-    connection: &mut SqliteConnection,
-    filter: &Filter,
-    now: Time,
-) -> Result<Vec<Entry>, StoreError> {
-    // The hint decides by which index the list is read; the ledger decides what is in it.
-    let mut query = gate::table
-        .filter(sql::<Bool>("NOT in_ledger"))
-        .filter(diesel::dsl::not(diesel::dsl::exists(
-            ledger::table.filter(ledger::idempotency_key.eq(gate::idempotency_key)),
-        )))
-        .select((GateRow::as_select(), sql::<Text>(NEWEST)))
-        .into_boxed::<Sqlite>();
-    if let Some(order_id) = &filter.order_id {
-        query = query.filter(gate::order_id.eq(order_id));
-    }
-    if let Some(key) = &filter.key {
-        query = query.filter(gate::idempotency_key.eq(key.as_str()));
-    }
-    if let Some(cursor) = &filter.cursor {
-        query = query.filter(
-            sql::<Bool>(&format!("({NEWEST}, processed_orders.idempotency_key) < ("))
-                .bind::<super::schema::Instant, _>(At(cursor.updated_at))
-                .sql(", ")
-                .bind::<Text, _>(cursor.key.as_str())
-                .sql(")"),
-        );
-    }
-    let rows: Vec<(GateRow, String)> = query
-        .order(sql::<Text>(&format!(
-            "{NEWEST} DESC, processed_orders.idempotency_key DESC"
-        )))
-        .limit(i64::from(filter.limit) + 1)
-        .load(connection)?;
-    Ok(rows
-        .into_iter()
-        .map(|row| Entry::of_gate(&with_time(row), now))
-        .collect())
 }
