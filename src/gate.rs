@@ -18,7 +18,7 @@ use crate::store::{Entry, Filter, Page, Settled, Store, StoreError};
 const DEADLINE: Duration = Duration::from_millis(2500);
 
 /// How many callers may wait for the store.
-const QUEUE: usize = 4096;
+const QUEUE: usize = 512;
 
 /// Asks the store, and never for longer than a caller waits.
 pub struct Gate {

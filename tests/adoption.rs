@@ -269,6 +269,10 @@ fn times_that_rfc_3339_cannot_write_are_read_and_listed() {
             "INSERT INTO processed_orders (idempotency_key, order_id, processed_at) \
              VALUES ('odd-{number}', 'o', '{time}')"
         ));
+        // Whoever asks is taken for its claimant, so that the replay window is looked at too.
+        service
+            .database
+            .sql("UPDATE processed_orders SET claimant = 'b'");
         let verdict = claim(&service, &format!("odd-{number}"));
         assert_eq!(verdict["claimed"], false, "{time}");
     }
@@ -623,4 +627,40 @@ fn a_gate_on_sqlite_that_cannot_be_adopted_stops_the_start() {
         );
         assert_refused(&database, &["processed_orders", reason]);
     }
+}
+
+/// The tables would be made in the role's own schema, and hide the rows that raw SQL sees.
+#[test]
+fn a_gate_in_a_schema_behind_the_first_stops_the_start() {
+    let database = made_by_hand(
+        Backend::Postgres,
+        "CREATE TABLE processed_orders (idempotency_key TEXT PRIMARY KEY, order_id TEXT NOT NULL, \
+             processed_at TIMESTAMPTZ NOT NULL DEFAULT now()); \
+         INSERT INTO processed_orders VALUES ('old', 'o'); \
+         CREATE SCHEMA postgres",
+    );
+    let line = assert_refused(&database, &["processed_orders", "public", "postgres"]);
+    let (_, rest) = line.split_once('?').unwrap();
+    let options = rest.split([',', ' ']).next().unwrap();
+    let advised = Database::at(format!("{}?{options}", database.url));
+    let service = Service::start_on(advised, &[]);
+    assert_eq!(claim(&service, "old")["claimed"], false);
+}
+
+/// A trigger of somebody else's may keep the row from appearing: there is an answer all the same.
+#[test]
+fn a_row_that_cannot_be_made_is_no_claim() {
+    let service = Service::start(Backend::Postgres);
+    service.database.sql(
+        "CREATE FUNCTION nothing() RETURNS trigger LANGUAGE plpgsql AS 'BEGIN RETURN NULL; END'; \
+         CREATE TRIGGER nothing BEFORE INSERT ON processed_orders \
+             FOR EACH ROW EXECUTE FUNCTION nothing()",
+    );
+    let body = json!({"idempotency_key": "key", "claimant": "a"});
+    let reply = service.post("/claim", &body);
+    assert_eq!(reply.problem(503), "store_unavailable");
+    service
+        .database
+        .sql("DROP TRIGGER nothing ON processed_orders");
+    assert_eq!(claim(&service, "key")["claimed"], true);
 }

@@ -1685,3 +1685,48 @@ fn the_history_tells_what_happened_in_order() {
         assert_eq!(entry["updated_at"], history[4]["at"]);
     });
 }
+
+/// A result may nest to the limit of a request; the conflict that keeps it nests deeper.
+#[test]
+fn a_result_that_nests_to_the_limit_is_read_again() {
+    on_both(|service| {
+        service.pending_key("key", "a", 600);
+        let deep = format!("{}{}", "[".repeat(127), "]".repeat(127));
+        let deep: Value = serde_json::from_str(&deep).unwrap();
+        service
+            .done(
+                json!({"idempotency_key": "key", "attempt": 1, "external_id": "x", "result": deep}),
+            )
+            .ok();
+        let other =
+            json!({"idempotency_key": "key", "attempt": 1, "external_id": "y", "result": deep});
+        assert_eq!(service.done(other.clone()).problem(409), "already_done");
+        assert_eq!(service.done(other).problem(409), "already_done");
+        let entry = service.get("/ledger/key");
+        assert_eq!(entry.status, 200);
+    });
+}
+
+/// As many keys as an array may hold, claimed anew after their window.
+#[test]
+fn a_full_array_is_claimed_anew_after_its_window() {
+    on_both(|service| {
+        let claims = |claimant: &str| {
+            (0..1000)
+                .map(|number| {
+                    json!({"idempotency_key": format!("key-{number}"), "claimant": claimant,
+                        "ttl_seconds": 60, "payload": number})
+                })
+                .collect::<Value>()
+        };
+        service.claim(claims("a"));
+        service.database.age_all(61);
+        let verdicts = service.claim(claims("b"));
+        for verdict in verdicts.as_array().unwrap() {
+            assert_eq!(
+                (&verdict["claimed"], &verdict["attempt"]),
+                (&json!(true), &json!(2))
+            );
+        }
+    });
+}

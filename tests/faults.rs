@@ -249,3 +249,58 @@ fn a_caller_goes_away() {
         assert_eq!(other["claimed"], false);
     }
 }
+
+/// A service that cannot write is not ready, whatever it can read.
+#[test]
+fn a_database_that_became_read_only_is_not_ready() {
+    let service = Service::start(Backend::Postgres);
+    assert_recovers(&service, "before");
+    let name = service.database.sql("SELECT current_database()");
+    let turn = |value: &str| {
+        service.database.sql(&format!(
+            "ALTER DATABASE {name} SET default_transaction_read_only = {value}"
+        ));
+        service.database.sql(
+            "SELECT pg_terminate_backend(pid) FROM pg_stat_activity \
+             WHERE datname = current_database() AND pid <> pg_backend_pid()",
+        );
+    };
+    turn("on");
+    wait_until("the service is not ready", || {
+        service.get("/health/ready").status == 503
+    });
+    assert_unavailable(&service, "meanwhile");
+    // psql connects read-only too by now.
+    super::helpers::postgres::SHARED
+        .try_sql(
+            "postgres",
+            &format!("ALTER DATABASE {name} SET default_transaction_read_only = off"),
+        )
+        .unwrap();
+    super::helpers::postgres::SHARED
+        .try_sql(
+            "postgres",
+            &format!(
+                "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = '{name}'"
+            ),
+        )
+        .unwrap();
+    assert_recovers(&service, "meanwhile");
+}
+
+/// SQLite would go on writing into a file that nobody will find again.
+#[test]
+fn the_file_is_deleted_or_replaced() {
+    let service = Service::start(Backend::Sqlite);
+    assert_recovers(&service, "before");
+    let path = service.database.path();
+    let aside = format!("{path}.aside");
+    std::fs::rename(&path, &aside).unwrap();
+    assert_unavailable(&service, "meanwhile");
+    std::fs::copy(&aside, &path).unwrap();
+    assert_unavailable(&service, "meanwhile");
+    std::fs::rename(&aside, &path).unwrap();
+    assert_recovers(&service, "meanwhile");
+    let duplicate = service.claim(json!({"idempotency_key": "before", "claimant": "b"}));
+    assert_eq!(duplicate["claimed"], false);
+}

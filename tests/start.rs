@@ -629,3 +629,75 @@ fn a_setting_that_is_out_of_bounds_is_refused_by_name() {
         assert!(text.contains(&format!("--{flag}")), "{text}");
     }
 }
+
+#[test]
+fn a_database_that_cannot_hold_every_text_is_refused() {
+    let created =
+        "CREATE DATABASE latin1 ENCODING 'LATIN1' LC_COLLATE 'C' LC_CTYPE 'C' TEMPLATE template0";
+    SHARED.try_sql("postgres", created).unwrap();
+    let line = refusal(&run(&at(SHARED.url("latin1")), &[], &[]));
+    assert!(line.contains("LATIN1") && line.contains("UTF8"), "{line}");
+}
+
+/// It may be a server that is being promoted: it is waited for as one that is away is.
+#[test]
+fn a_read_only_server_is_waited_for() {
+    let database = Database::new(Backend::Postgres);
+    let name = database.url.rsplit_once('/').unwrap().1;
+    let read_only = |value: &str| {
+        let set = format!("ALTER DATABASE {name} SET default_transaction_read_only = {value}");
+        SHARED.try_sql("postgres", &set).unwrap();
+    };
+    read_only("on");
+    let line = refusal(&run(&database, &[], &[]));
+    assert!(line.contains("read-only"), "{line}");
+    read_only("off");
+    let service = Service::start_on(database, &[]);
+    assert_eq!(claim(&service, "key")["claimed"], true);
+}
+
+/// An administrator migrates; the service's own role may do nothing but use the tables.
+#[test]
+fn a_role_that_may_not_make_tables_serves_what_is_migrated() {
+    let database = Database::new(Backend::Postgres);
+    assert!(run(&database, &["migrate"], &[]).status.success());
+    let _ = SHARED.try_sql("postgres", "CREATE ROLE clerk LOGIN");
+    database.sql(
+        "REVOKE CREATE ON SCHEMA public FROM public; \
+         GRANT SELECT, INSERT, UPDATE ON ALL TABLES IN SCHEMA public TO clerk",
+    );
+    let as_clerk = at(database.url.replace("postgres@", "clerk@"));
+    let service = Service::start_on(as_clerk, &[]);
+    assert_eq!(claim(&service, "key")["claimed"], true);
+    assert_eq!(service.get("/health/ready").status, 200);
+}
+
+/// The first start changes a table that raw SQL uses: whoever holds it is not waited for long.
+#[test]
+fn a_table_in_use_does_not_hang_the_start() {
+    let database = Database::new(Backend::Postgres);
+    database.sql(
+        "CREATE TABLE processed_orders (idempotency_key TEXT PRIMARY KEY, order_id TEXT NOT NULL, \
+             processed_at TIMESTAMPTZ NOT NULL DEFAULT now())",
+    );
+    let mut holder = Command::new("psql")
+        .args(["-Xq", &database.url])
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut input = holder.stdin.take().unwrap();
+    writeln!(
+        input,
+        "BEGIN; LOCK TABLE processed_orders IN ROW EXCLUSIVE MODE;\n\\echo held"
+    )
+    .unwrap();
+    let mut said = BufReader::new(holder.stdout.take().unwrap()).lines();
+    assert_eq!(said.next().unwrap().unwrap(), "held");
+    let line = refusal(&run(&database, &[], &[]));
+    assert!(line.contains("out of reach"), "{line}");
+    drop(input);
+    holder.wait().unwrap();
+    let service = Service::start_on(database, &[]);
+    assert_eq!(claim(&service, "key")["claimed"], true);
+}

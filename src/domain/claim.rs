@@ -124,7 +124,7 @@ pub fn decide(
     let is_holder = claim.holder.is_some() && claim.holder == state.holder;
     let opens = claim.door == Door::Ledger && state.phase == Phase::Claimed;
     // The first opening knows its holder however late it comes.
-    if is_holder && (opens || now < state.recognised_from + replay_window) {
+    if is_holder && (opens || now - state.recognised_from < replay_window) {
         return Ok(ask_again(state, claim, now));
     }
     let after = match &state.phase {

@@ -9,6 +9,7 @@ use diesel::prelude::*;
 use diesel::serialize::{self, IsNull, Output, ToSql};
 use diesel::sql_types::{Text, Timestamptz};
 use diesel::sqlite::{Sqlite, SqliteValue};
+use serde::Deserialize;
 use serde_json::{Value, json};
 
 use super::StoreError;
@@ -222,7 +223,7 @@ impl LedgerRow {
                 result: self
                     .result
                     .as_deref()
-                    .map(serde_json::from_str)
+                    .map(stored_json)
                     .transpose()
                     .map_err(|error| unexpected(&format!("an unreadable result: {error}")))?,
             }),
@@ -327,7 +328,7 @@ impl HistoryRow {
         let detail: Option<Value> = self
             .detail
             .as_deref()
-            .map(serde_json::from_str)
+            .map(stored_json)
             .transpose()
             .map_err(unexpected)?;
         Ok(Event {
@@ -338,6 +339,14 @@ impl HistoryRow {
                 .map_err(unexpected)?,
         })
     }
+}
+
+/// JSON that we wrote. What is allowed to nest to the limit of a request may stand a few levels
+/// deeper here, so there is no limit.
+fn stored_json(text: &str) -> serde_json::Result<Value> {
+    let mut reader = serde_json::Deserializer::from_str(text);
+    reader.disable_recursion_limit();
+    Value::deserialize(&mut reader)
 }
 
 fn holder_columns(holder: Option<&Holder>) -> (Option<String>, Option<String>) {

@@ -1,5 +1,6 @@
 //! Looks at tables that exist before the first migration.
 
+use diesel::dsl::sql;
 use diesel::pg::PgConnection;
 use diesel::prelude::*;
 use diesel::sql_types::{Nullable, Text};
@@ -40,7 +41,29 @@ pub(super) fn fault(connection: &mut PgConnection) -> QueryResult<Option<String>
             "no schema of the search path exists: create it (CREATE SCHEMA …) or correct search_path in DATABASE_URL".into(),
         ));
     };
+    let encoding: String =
+        diesel::select(sql::<Text>("current_setting('server_encoding')")).get_result(connection)?;
+    if !matches!(encoding.as_str(), "UTF8" | "SQL_ASCII") {
+        return Ok(Some(format!(
+            "the database's encoding is {encoding}, which cannot hold every text: make one with CREATE DATABASE … ENCODING 'UTF8' TEMPLATE template0; nothing was changed"
+        )));
+    }
     for table in &TABLES {
+        let resolved: Option<String> = diesel::select(
+            sql::<Nullable<Text>>(
+                "(SELECT nspname::text FROM pg_class JOIN pg_namespace ON pg_namespace.oid = relnamespace \
+                 WHERE pg_class.oid = to_regclass(",
+            )
+            .bind::<Text, _>(table.name)
+            .sql("))"),
+        )
+        .get_result(connection)?;
+        if let Some(resolved) = resolved.filter(|resolved| *resolved != schema) {
+            return Ok(Some(format!(
+                "the table {} is in schema {resolved}, but new tables would be made in schema {schema}, which comes first in the search path, and hide it; nothing was changed. Name the schema to use, such as ?options=-csearch_path%3D{resolved}, in DATABASE_URL",
+                table.name
+            )));
+        }
         let existing = existing(connection, &schema, table)?;
         if let Some(fault) = existing.and_then(|existing| fault_of(table, &existing, &DIALECT)) {
             return Ok(Some(format!(

@@ -8,7 +8,9 @@ use std::time::{Duration, Instant as Clock};
 
 use chrono::TimeDelta;
 use diesel::connection::SimpleConnection;
-use diesel::pg::PgConnection;
+use diesel::dsl::sql;
+use diesel::migration::MigrationSource;
+use diesel::pg::{Pg, PgConnection};
 use diesel::prelude::*;
 use diesel::r2d2::{ConnectionManager, Pool};
 use diesel::result::{DatabaseErrorKind, Error as DieselError};
@@ -22,7 +24,7 @@ use super::schema::{
 use super::{Entry, Filter, Page, Settled, StartError, Store, StoreError};
 use crate::domain::Time;
 use crate::domain::claim::{Claim, Found, KeyReused, Verdict, Write, decide_all};
-use crate::domain::ledger::{Event, KeyState, Report, settle};
+use crate::domain::ledger::{Event, Report, settle};
 use crate::domain::text::IdempotencyKey;
 
 const MIGRATIONS: EmbeddedMigrations = embed_migrations!("migrations/postgres");
@@ -34,6 +36,9 @@ const CONNECT_TIMEOUT: Duration = Duration::from_secs(1);
 /// only within this time.
 const TRIES: u32 = 3;
 const RETRY_WITHIN: Duration = Duration::from_millis(1500);
+
+/// How often a row is tried to be made that is neither made nor there.
+const INSERT_TRIES: u32 = 5;
 
 /// Set in each transaction, not in the session, so that they hold behind a pooler too. A claim
 /// is never confirmed before it is flushed, whatever the server's default.
@@ -115,16 +120,32 @@ impl PostgresStore {
             .build_transaction()
             .read_committed()
             .run(|connection| {
+                // Replicas that start at once wait for each other here.
+                connection.batch_execute("SET LOCAL lock_timeout = '20s'")?;
                 diesel::sql_query("SELECT pg_advisory_xact_lock($1)")
                     .bind::<BigInt, _>(MIGRATION_LOCK)
                     .execute(connection)?;
-                let is_new = connection
-                    .applied_migrations()
-                    .map_err(Migration::Failed)?
-                    .is_empty();
-                if is_new && let Some(fault) = adopt::fault(connection)? {
+                let applied = applied_migrations(connection)?;
+                let ours = our_migrations()?;
+                // Nothing is written where nothing is to be done: the role may not be allowed to.
+                if ours.iter().all(|version| applied.contains(version)) {
+                    return Ok(());
+                }
+                if is_read_only(connection)? {
+                    return Err(Migration::Waiting("the server is read-only"));
+                }
+                if ours.first().is_some_and(|first| !applied.contains(first))
+                    && let Some(fault) = adopt::fault(connection)?
+                {
                     return Err(Migration::Fault(fault));
                 }
+                // Whoever waits for this lock makes all others wait behind it, so not for long.
+                connection.batch_execute(
+                    "SET LOCAL lock_timeout = '2s'; \
+                     DO $$ BEGIN IF to_regclass('processed_orders') IS NOT NULL THEN \
+                         LOCK TABLE processed_orders IN ACCESS EXCLUSIVE MODE; \
+                     END IF; END $$",
+                )?;
                 connection
                     .run_pending_migrations(MIGRATIONS)
                     .map_err(Migration::Failed)?;
@@ -137,6 +158,7 @@ impl PostgresStore {
                     one_line(&error.to_string())
                 )),
                 Migration::Database(error) => StartError::Unavailable(one_line(&error.to_string())),
+                Migration::Waiting(what) => StartError::Unavailable(what.into()),
             })
     }
 
@@ -188,6 +210,7 @@ impl PostgresStore {
 
 /// Why the migration stopped.
 enum Migration {
+    Waiting(&'static str),
     Fault(String),
     Failed(Box<dyn std::error::Error + Send + Sync>),
     Database(DieselError),
@@ -197,6 +220,34 @@ impl From<DieselError> for Migration {
     fn from(error: DieselError) -> Self {
         Self::Database(error)
     }
+}
+
+/// The versions of the migrations that the binary holds, in order.
+fn our_migrations() -> Result<Vec<String>, Migration> {
+    let migrations = MigrationSource::<Pg>::migrations(&MIGRATIONS).map_err(Migration::Failed)?;
+    Ok(migrations
+        .iter()
+        .map(|migration| migration.name().version().to_string())
+        .collect())
+}
+
+/// The versions that the database has.
+fn applied_migrations(connection: &mut PgConnection) -> QueryResult<Vec<String>> {
+    let has_list: bool = diesel::select(sql::<Bool>(
+        "to_regclass('__diesel_schema_migrations') IS NOT NULL",
+    ))
+    .get_result(connection)?;
+    if !has_list {
+        return Ok(Vec::new());
+    }
+    sql::<Text>("SELECT version::text FROM __diesel_schema_migrations").load(connection)
+}
+
+fn is_read_only(connection: &mut PgConnection) -> QueryResult<bool> {
+    diesel::select(sql::<Bool>(
+        "pg_is_in_recovery() OR current_setting('default_transaction_read_only')::bool",
+    ))
+    .get_result(connection)
 }
 
 /// r2d2 tries to connect again by itself; what a caller gets is logged where it is answered.
@@ -363,8 +414,9 @@ fn find(
     let mut new = BTreeMap::new();
     let mut old = BTreeMap::new();
     // A row that stood in the way of the insert may be deleted by hand before it is locked:
-    // then its key is free, and the insert is tried again.
-    loop {
+    // then its key is free, and the insert is tried again. Not for ever: a trigger may keep the
+    // row from appearing.
+    for _ in 0..INSERT_TRIES {
         let missing: Vec<&Claim> = firsts
             .iter()
             .filter(|(key, _)| !new.contains_key(**key) && !old.contains_key(key.as_str()))
@@ -395,7 +447,12 @@ fn find(
             let found = match (rows::state(row, entry)?, new.get(key)) {
                 (Some(state), _) => Found::Known(state),
                 (None, Some(&at)) => Found::New(at),
-                (None, None) => unreachable!("a row is made or locked for every key"),
+                (None, None) => {
+                    return Err(StoreError::Unavailable(format!(
+                        "the row of {:?} neither can be made nor is there",
+                        key.as_str()
+                    )));
+                }
             };
             Ok((key.clone(), found))
         })
@@ -428,9 +485,13 @@ fn write_all(
     if !opened.is_empty() {
         mark_opened(connection, &opened)?;
     }
-    for write in changed.iter().filter(|write| !write.state.in_ledger) {
-        write_gate(connection, &write.key, &write.state)?;
-    }
+    // A row that was made just now says all this already.
+    let claimed_anew: Vec<GateRow> = changed
+        .iter()
+        .filter(|write| !write.state.in_ledger && matches!(found[&write.key], Found::Known(_)))
+        .map(|write| GateRow::of_state(&write.key, &write.state))
+        .collect();
+    write_gate(connection, &claimed_anew)?;
     let events: Vec<(&IdempotencyKey, &[Event])> = changed
         .iter()
         .map(|write| (&write.key, write.events.as_slice()))
@@ -510,27 +571,30 @@ fn mark_opened(connection: &mut PgConnection, keys: &[&str]) -> QueryResult<()> 
     Ok(())
 }
 
-/// Writes the row of a key that is claimed anew at the gate alone.
-fn write_gate(
-    connection: &mut PgConnection,
-    key: &IdempotencyKey,
-    state: &KeyState,
-) -> Result<(), StoreError> {
-    let row = GateRow::of_state(key, state);
-    let written = diesel::update(gate::table.find(key.as_str()))
-        .filter(gate::attempt.le(row.attempt))
+/// Writes the rows of keys that are claimed anew at the gate alone, which are locked.
+fn write_gate(connection: &mut PgConnection, rows: &[GateRow]) -> Result<(), StoreError> {
+    use diesel::query_dsl::methods::FilterDsl;
+    use diesel::upsert::excluded;
+    if rows.is_empty() {
+        return Ok(());
+    }
+    let written = diesel::insert_into(gate::table)
+        .values(rows)
+        .on_conflict(gate::idempotency_key)
+        .do_update()
         .set((
-            gate::order_id.eq(&row.order_id),
-            gate::processed_at.eq(row.processed_at),
-            gate::attempt.eq(row.attempt),
-            gate::claimant.eq(&row.claimant),
-            gate::api_key.eq(&row.api_key),
-            gate::payload_sha256.eq(&row.payload_sha256),
-            gate::ttl_seconds.eq(row.ttl_seconds),
-            gate::expires_at.eq(row.expires_at),
+            gate::order_id.eq(excluded(gate::order_id)),
+            gate::processed_at.eq(excluded(gate::processed_at)),
+            gate::attempt.eq(excluded(gate::attempt)),
+            gate::claimant.eq(excluded(gate::claimant)),
+            gate::api_key.eq(excluded(gate::api_key)),
+            gate::payload_sha256.eq(excluded(gate::payload_sha256)),
+            gate::ttl_seconds.eq(excluded(gate::ttl_seconds)),
+            gate::expires_at.eq(excluded(gate::expires_at)),
         ))
+        .filter(gate::attempt.le(excluded(gate::attempt)))
         .execute(connection)?;
-    expect_written(written, 1)
+    expect_written(written, rows.len())
 }
 
 /// The rows are locked, so each names the attempt that was read; if one does not, something
@@ -671,10 +735,17 @@ impl Store for PostgresStore {
 
     fn ready(&self) -> Result<(), StoreError> {
         self.read(|connection| {
-            let is_standby: bool = diesel::select(diesel::dsl::sql::<Bool>("pg_is_in_recovery()"))
-                .get_result(connection)?;
-            if is_standby {
-                return Err(StoreError::Unavailable("the server is a standby".into()));
+            if is_read_only(connection)? {
+                return Err(StoreError::Unavailable("the server is read-only".into()));
+            }
+            let may_write: bool = diesel::select(sql::<Bool>(
+                "has_table_privilege('processed_orders', 'SELECT, INSERT, UPDATE') \
+                 AND has_table_privilege('run_ledger', 'SELECT, INSERT, UPDATE') \
+                 AND has_table_privilege('run_history', 'SELECT, INSERT')",
+            ))
+            .get_result(connection)?;
+            if !may_write {
+                return Err(StoreError::Unavailable("the tables are read-only".into()));
             }
             Ok(())
         })

@@ -4,16 +4,18 @@ mod adopt;
 mod list;
 
 use std::collections::BTreeMap;
+use std::os::unix::fs::MetadataExt;
 use std::time::Duration;
 
 use chrono::{SubsecRound, TimeDelta, Utc};
 use diesel::connection::SimpleConnection;
 use diesel::dsl::sql;
+use diesel::migration::MigrationSource;
 use diesel::prelude::*;
 use diesel::r2d2::{ConnectionManager, CustomizeConnection, Pool};
 use diesel::result::Error as DieselError;
 use diesel::sql_types::Text;
-use diesel::sqlite::SqliteConnection;
+use diesel::sqlite::{Sqlite, SqliteConnection};
 use diesel_migrations::{EmbeddedMigrations, MigrationHarness, embed_migrations};
 
 use super::rows::{self, At, GateRow, HistoryRow, LedgerRow};
@@ -42,7 +44,16 @@ pub struct SqliteStore {
     /// One connection: SQLite has one writer, and waiting here is fairer than in the file's lock.
     writer: Pool<ConnectionManager<SqliteConnection>>,
     readers: Pool<ConnectionManager<SqliteConnection>>,
+    path: String,
+    /// Which file it is, whatever its path leads to later.
+    file: (u64, u64),
     replay_window: TimeDelta,
+}
+
+/// Device and inode of a file.
+fn file_id(path: &str) -> std::io::Result<(u64, u64)> {
+    let file = std::fs::metadata(path)?;
+    Ok((file.dev(), file.ino()))
 }
 
 /// Makes each commit durable, and each connection wait for the locks of other processes.
@@ -95,6 +106,9 @@ impl SqliteStore {
     /// The file cannot be opened or made, or holds tables that cannot be adopted.
     pub fn open(path: &str, replay_window: TimeDelta) -> Result<Self, StartError> {
         Self::migrate(path)?;
+        let file = file_id(path).map_err(|error| {
+            StartError::Unusable(format!("cannot use the SQLite file {path}: {error}"))
+        })?;
         let pool = |size| {
             Pool::builder()
                 .max_size(size)
@@ -106,6 +120,8 @@ impl SqliteStore {
         Ok(Self {
             writer: pool(1),
             readers: pool(READERS),
+            path: path.to_owned(),
+            file,
             replay_window,
         })
     }
@@ -120,10 +136,14 @@ impl SqliteStore {
             .map_err(|error| unusable(&error))?;
         connection
             .immediate_transaction(|connection| {
-                let is_new = connection
-                    .applied_migrations()
-                    .map_err(Migration::Failed)?
-                    .is_empty();
+                // Only ours count: others may keep theirs in the same list.
+                let is_new = MigrationSource::<Sqlite>::migrations(&MIGRATIONS)
+                    .and_then(|ours| {
+                        let applied = connection.applied_migrations()?;
+                        let first = ours.first().map(|first| first.name().version());
+                        Ok(first.is_some_and(|first| !applied.contains(&first)))
+                    })
+                    .map_err(Migration::Failed)?;
                 if is_new && let Some(fault) = adopt::fault(connection)? {
                     return Err(Migration::Fault(fault));
                 }
@@ -141,12 +161,25 @@ impl SqliteStore {
         configure(&mut connection).map_err(|error| unusable(&error))
     }
 
+    /// A file that was deleted or replaced under the service would take what it is given, and
+    /// lose it with the process.
+    fn check_file(&self) -> Result<(), StoreError> {
+        if file_id(&self.path).is_ok_and(|id| id == self.file) {
+            return Ok(());
+        }
+        Err(StoreError::Unavailable(format!(
+            "the SQLite file {} was deleted or replaced: put it back, or start again",
+            self.path
+        )))
+    }
+
     /// Runs `work` in a transaction that writes. It takes the file's lock at once: one that
     /// read first could not write after somebody else had.
     fn transact<T>(
         &self,
         work: impl FnOnce(&mut SqliteConnection) -> Result<T, Undo<T>>,
     ) -> Result<T, StoreError> {
+        self.check_file()?;
         match self.writer.get()?.immediate_transaction(work) {
             Ok(answer) => Ok(answer),
             Err(Undo::Answer(answer)) => Ok(*answer),
@@ -159,6 +192,7 @@ impl SqliteStore {
         &self,
         work: impl FnOnce(&mut SqliteConnection) -> Result<T, StoreError>,
     ) -> Result<T, StoreError> {
+        self.check_file()?;
         let connection: &mut SqliteConnection = &mut *self.readers.get()?;
         connection.transaction(work)
     }
@@ -428,10 +462,19 @@ impl Store for SqliteStore {
         })
     }
 
+    /// Takes the lock that a write takes, and writes nothing.
     fn ready(&self) -> Result<(), StoreError> {
-        self.read(|connection| {
+        self.transact(|connection| {
             gate::table
                 .select(gate::attempt)
+                .limit(1)
+                .load::<i32>(connection)?;
+            ledger::table
+                .select(ledger::attempt)
+                .limit(1)
+                .load::<i32>(connection)?;
+            history::table
+                .select(history::attempt)
                 .limit(1)
                 .load::<i32>(connection)?;
             Ok(())
