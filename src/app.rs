@@ -49,7 +49,10 @@ async fn serve(settings: &Settings) -> Result<(), String> {
     }
     let (store, connections) = open_store(settings).await?;
     let gate = web::Data::new(Gate::new(store, connections));
-    let api_keys = web::Data::new(ApiKeys::new(&keys));
+    let api_keys = web::Data::new(ApiKeys::new(
+        keys.iter()
+            .map(|key| (key.name.as_str(), key.secret.expose_secret())),
+    ));
     let body_limit = settings.body_limit as usize;
     let listener = bind(&addresses)?;
     let address = listener.local_addr().map_err(|error| error.to_string())?;

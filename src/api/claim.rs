@@ -29,7 +29,7 @@ pub(super) type LeaseSeconds = Whole<1, 2_592_000>;
 /// as in `/key`; exactly one of the three.
 #[derive(Debug, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
-#[schema(example = json!({"parts": ["ORD-2041", 129.9], "order_id": "ORD-2041", "claimant": "2041@9f2c:0:0", "pending": true}))]
+#[schema(example = json!({"parts": ["ORD-2041", 129.9], "order_id": "ORD-2041", "claimant": "1042@9f2c41d07be3:0:0", "pending": true}))]
 pub struct ClaimRequest {
     /// The key: at most 255 bytes, without control characters, and without white space at
     /// either end.
@@ -56,7 +56,8 @@ pub struct ClaimRequest {
     /// answer, so that a lost reply loses no order. At most 255 bytes.
     #[schema(value_type = Option<String>, min_length = 1, max_length = 255)]
     claimant: Option<Name>,
-    /// The dedupe window in seconds, after which the key may be claimed anew; absent: for ever.
+    /// The dedupe window in seconds, after which the key may be claimed anew; absent: for ever. It runs
+    /// from the claim that wins, and anew from the report that settles it.
     #[schema(value_type = Option<i32>, minimum = 1, maximum = 315_360_000)]
     ttl_seconds: Option<Whole<1, 315_360_000>>,
     /// Any JSON, null included. The same key with another payload is refused (`key_reused`).
@@ -290,14 +291,14 @@ impl ClaimRequest {
 /// Claim a key
 ///
 /// Is this the first time? Exactly one caller hears `claimed: true` for a key and attempt; a
-/// duplicate is a success with `claimed: false`. A claim without `pending` is final: if its
-/// caller dies before the work, nobody is told. An array is decided in one transaction: one
+/// duplicate is a success with `claimed: false`. A claim without `pending` is final unless its
+/// caller reports `failed`: if it dies before the work, nobody is told. An array is decided in one transaction: one
 /// fault refuses it whole.
 #[utoipa::path(post, path = "/claim", tag = "claim",
     request_body(content = ClaimBody, examples(
-        ("one" = (value = json!({"parts": ["ORD-2041", 129.9], "order_id": "ORD-2041", "claimant": "2041@9f2c:0:0"}))),
-        ("pending" = (value = json!({"idempotency_key": "order-2041", "claimant": "2041@9f2c:0:0", "pending": true, "lease_seconds": 600}))),
-        ("array" = (value = json!([{"idempotency_key": "order-1", "claimant": "7@9f2c:0:0"}, {"idempotency_key": "order-2", "claimant": "7@9f2c:0:1"}])))
+        ("one" = (value = json!({"parts": ["ORD-2041", 129.9], "order_id": "ORD-2041", "claimant": "1042@9f2c41d07be3:0:0"}))),
+        ("pending" = (value = json!({"idempotency_key": "order-2041", "claimant": "1042@9f2c41d07be3:0:0", "pending": true, "lease_seconds": 600}))),
+        ("array" = (value = json!([{"idempotency_key": "order-1", "claimant": "1042@9f2c41d07be3:0:0"}, {"idempotency_key": "order-2", "claimant": "1042@9f2c41d07be3:0:1"}])))
     )),
     responses((status = 200, description = "The verdict, or an array of verdicts in the order of the claims", body = ClaimReply)),
     extensions(("x-problems" = json!(["key_reused"]))))]

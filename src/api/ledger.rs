@@ -33,7 +33,7 @@ const MAX_LIMIT: u32 = 500;
 /// The work begins.
 #[derive(Debug, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
-#[schema(example = json!({"idempotency_key": "order-2041", "claimant": "2041@9f2c:0:0", "lease_seconds": 600}))]
+#[schema(example = json!({"idempotency_key": "order-2041", "claimant": "1042@9f2c41d07be3:0:0", "lease_seconds": 600}))]
 pub struct PendingRequest {
     /// The key.
     #[schema(value_type = String, min_length = 1, max_length = 255)]
@@ -103,13 +103,13 @@ pub struct FailedRequest {
 #[derive(Debug, Serialize, ToSchema)]
 #[schema(example = json!({
     "idempotency_key": "order-2041", "order_id": "ORD-2041", "status": "done", "attempt": 1,
-    "claimant": "2041@9f2c:0:0", "external_id": "ch_3Nf8", "result": {"charged": 129.9}, "reason": null,
+    "claimant": "1042@9f2c41d07be3:0:0", "external_id": "ch_3Nf8", "result": {"charged": 129.9}, "reason": null,
     "seen_again": 1, "processed_at": "2026-11-30T09:12:00.000Z", "updated_at": "2026-11-30T09:12:02.000Z",
     "lease_expires_at": null, "expires_at": null, "conflict": false,
     "history": [
-        {"at": "2026-11-30T09:12:00.000Z", "event": "pending", "attempt": 1, "claimant": "2041@9f2c:0:0",
+        {"at": "2026-11-30T09:12:00.000Z", "event": "pending", "attempt": 1, "claimant": "1042@9f2c41d07be3:0:0",
          "detail": {"lease_expires_at": "2026-11-30T09:27:00.000Z", "after": null}},
-        {"at": "2026-11-30T09:12:02.000Z", "event": "done", "attempt": 1, "claimant": "2041@9f2c:0:0",
+        {"at": "2026-11-30T09:12:02.000Z", "event": "done", "attempt": 1, "claimant": "1042@9f2c41d07be3:0:0",
          "detail": {"external_id": "ch_3Nf8"}}
     ]
 }))]

@@ -114,6 +114,17 @@ fn complete_schemas(schemas: &mut Value) {
     let many = &mut schemas["ClaimBody"]["oneOf"][1];
     many["minItems"] = json!(1);
     many["maxItems"] = json!(1000);
+    // What may be null is there all the same; only the history is absent in lists.
+    for reply in ["VerdictReply", "EntryReply", "EventReply", "ListReply"] {
+        let members: Vec<String> = schemas[reply]["properties"]
+            .as_object()
+            .into_iter()
+            .flat_map(|properties| properties.keys())
+            .filter(|member| *member != "history")
+            .cloned()
+            .collect();
+        schemas[reply]["required"] = json!(members);
+    }
     schemas["ReportReply"]["unevaluatedProperties"] = json!(false);
     for (name, schema) in schemas.as_object_mut().into_iter().flatten() {
         if name.ends_with("Request") {

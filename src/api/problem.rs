@@ -137,7 +137,8 @@ pub struct ProblemReply {
     detail: String,
     /// The kind of problem, for programs.
     code: Code,
-    /// Which members are at fault.
+    /// Which members are at fault: in one claim or report the first that is found, in an array
+    /// the first of each claim.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     #[schema(required = false)]
     errors: Vec<MemberFault>,
@@ -257,16 +258,20 @@ impl From<Refusal> for Problem {
             Refusal::AlreadyDone {
                 external_id,
                 reported_external_id,
-            } => Self {
-                ids: Some(Box::new(ConflictingIds {
-                    external_id,
-                    reported_external_id,
-                })),
-                ..Self::new(
-                    Code::AlreadyDone,
-                    "the attempt was reported as done before, and differently: two effects may have happened",
-                )
-            },
+            } => {
+                let detail = if reported_external_id.is_some() {
+                    "the attempt was reported as done before, with another external_id: two effects may have happened"
+                } else {
+                    "the attempt was reported as done before: it cannot fail any more"
+                };
+                Self {
+                    ids: Some(Box::new(ConflictingIds {
+                        external_id,
+                        reported_external_id,
+                    })),
+                    ..Self::new(Code::AlreadyDone, detail)
+                }
+            }
         }
     }
 }
