@@ -23,7 +23,7 @@ const QUEUE: usize = 512;
 /// Asks the store, and never for longer than a caller waits.
 pub struct Gate {
     store: Arc<dyn Store>,
-    /// As many as the store has connections, so that no thread waits for one.
+    /// As many as the store takes calls at a time, so that threads do not pile up behind it.
     connections: Arc<Semaphore>,
     queue: Semaphore,
 }

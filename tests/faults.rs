@@ -94,32 +94,45 @@ fn a_key_that_somebody_holds_locked_is_answered_in_time() {
     });
 }
 
-/// Runs the contest over two replicas, and ends Postgres in the middle, twice.
+/// Runs the contest, and lets a fault happen `times` times on the way: all the same, each key
+/// is won once, and nothing but the keys is there.
+fn contest_with_faults(
+    clients: &[Client],
+    database: &Database,
+    keys: usize,
+    times: usize,
+    mut fault: impl FnMut(),
+) {
+    let progress = AtomicUsize::new(0);
+    let record = std::thread::scope(|scope| {
+        let contest = scope.spawn(|| contest(clients, "key", keys, &json!({}), &progress));
+        for time in 1..=times {
+            wait_until("a part is through", || {
+                progress.load(Ordering::SeqCst) > keys * 8 * time / (times + 1)
+            });
+            fault();
+        }
+        contest.join().unwrap()
+    });
+    assert_one_winner_each(&record, keys, 1);
+    assert_eq!(
+        database.sql("SELECT count(*) FROM processed_orders"),
+        keys.to_string()
+    );
+}
+
+/// Two replicas; Postgres is ended in the middle, twice.
 fn contest_while_postgres_dies(signal: &str) {
-    const KEYS: usize = 1000;
     let postgres = Postgres::start(&[]);
     let database = Arc::new(Database::at(postgres.create("gate")));
     let services: Vec<Service> = (0..2)
         .map(|_| Service::start_beside(Arc::clone(&database), &[("API_KEYS", API_KEYS)]))
         .collect();
     let clients: Vec<Client> = services.iter().map(Service::client).collect();
-    let progress = AtomicUsize::new(0);
-    let record = std::thread::scope(|scope| {
-        let contest = scope.spawn(|| contest(&clients, "key", KEYS, &json!({}), &progress));
-        for part in [KEYS * 8 / 3, KEYS * 8 * 2 / 3] {
-            wait_until("a part is through", || {
-                progress.load(Ordering::SeqCst) > part
-            });
-            postgres.end(signal);
-            postgres.start_again();
-        }
-        contest.join().unwrap()
+    contest_with_faults(&clients, &database, 1000, 2, || {
+        postgres.end(signal);
+        postgres.start_again();
     });
-    assert_one_winner_each(&record, KEYS, 1);
-    assert_eq!(
-        database.sql("SELECT count(*) FROM processed_orders"),
-        KEYS.to_string()
-    );
 }
 
 #[test]
@@ -135,7 +148,6 @@ fn postgres_is_killed_under_load() {
 /// The service itself is killed under load, again and again, on a SQLite file.
 #[test]
 fn the_service_is_killed_under_load_on_sqlite() {
-    const KEYS: usize = 600;
     let port = super::helpers::postgres::free_port();
     let listen = format!("127.0.0.1:{port}");
     let settings = [("API_KEYS", API_KEYS), ("LISTEN", listen.as_str())];
@@ -143,24 +155,11 @@ fn the_service_is_killed_under_load_on_sqlite() {
     let mut running = Service::start_beside(Arc::clone(&database), &settings);
     // The contest's client is of the service's address, whichever process serves it.
     let clients = [running.client()];
-    let progress = AtomicUsize::new(0);
-    let record = std::thread::scope(|scope| {
-        let contest = scope.spawn(|| contest(&clients, "key", KEYS, &json!({}), &progress));
-        for part in [KEYS * 8 / 4, KEYS * 8 / 2, KEYS * 8 * 3 / 4] {
-            wait_until("a part is through", || {
-                progress.load(Ordering::SeqCst) > part
-            });
-            running.signal("KILL");
-            running.wait();
-            running = Service::start_beside(Arc::clone(&database), &settings);
-        }
-        contest.join().unwrap()
+    contest_with_faults(&clients, &database, 600, 3, || {
+        running.signal("KILL");
+        running.wait();
+        running = Service::start_beside(Arc::clone(&database), &settings);
     });
-    assert_one_winner_each(&record, KEYS, 1);
-    assert_eq!(
-        database.sql("SELECT count(*) FROM processed_orders"),
-        KEYS.to_string()
-    );
 }
 
 /// The file cannot grow any more: what is not stored is not claimed, what was claimed stays.

@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 
 use tempfile::TempDir;
 
-use super::postgres::{SHARED, psql};
+use super::postgres::{SHARED, psql, said_by};
 
 /// Which store.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -73,20 +73,13 @@ impl Database {
     pub(crate) fn try_sql(&self, sql: &str) -> Result<String, String> {
         match self.backend {
             Backend::Postgres => psql(&self.url, sql),
-            Backend::Sqlite => {
-                let output = Command::new("sqlite3")
-                    .args(["-bail", "-cmd", ".timeout 5000", &self.path(), sql])
-                    .output()
-                    .expect("sqlite3 is needed: scripts/test installs it");
-                if output.status.success() {
-                    Ok(String::from_utf8(output.stdout)
-                        .unwrap()
-                        .trim_end()
-                        .to_owned())
-                } else {
-                    Err(String::from_utf8_lossy(&output.stderr).into_owned())
-                }
-            }
+            Backend::Sqlite => said_by(Command::new("sqlite3").args([
+                "-bail",
+                "-cmd",
+                ".timeout 5000",
+                &self.path(),
+                sql,
+            ])),
         }
     }
 

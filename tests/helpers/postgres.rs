@@ -214,10 +214,14 @@ impl Drop for Postgres {
 
 /// Runs SQL in psql; rows are lines, and columns are separated by `|`.
 pub(crate) fn psql(url: &str, sql: &str) -> Result<String, String> {
-    let output = Command::new("psql")
-        .args(["-XqAt", "-v", "ON_ERROR_STOP=1", url, "-c", sql])
-        .output()
-        .expect("psql is needed: scripts/test installs it");
+    said_by(Command::new("psql").args(["-XqAt", "-v", "ON_ERROR_STOP=1", url, "-c", sql]))
+}
+
+/// What a program writes, or what it complains of where it fails.
+pub(crate) fn said_by(command: &mut Command) -> Result<String, String> {
+    let output = command.output();
+    let output =
+        output.unwrap_or_else(|error| panic!("scripts/test installs it: {command:?}: {error}"));
     if output.status.success() {
         Ok(String::from_utf8(output.stdout)
             .unwrap()

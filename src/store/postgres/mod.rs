@@ -379,7 +379,7 @@ fn lock_gate(
 ) -> QueryResult<BTreeMap<String, GateRow>> {
     let rows: Vec<GateRow> = gate::table
         .filter(gate::idempotency_key.eq_any(keys))
-        .order(diesel::dsl::sql::<Text>("idempotency_key COLLATE \"C\""))
+        .order(sql::<Text>("idempotency_key COLLATE \"C\""))
         .for_update()
         .select(GateRow::as_select())
         .load(connection)?;
@@ -396,7 +396,7 @@ fn lock_ledger(
 ) -> QueryResult<BTreeMap<String, LedgerRow>> {
     let rows: Vec<LedgerRow> = ledger::table
         .filter(ledger::idempotency_key.eq_any(keys))
-        .order(diesel::dsl::sql::<Text>("idempotency_key COLLATE \"C\""))
+        .order(sql::<Text>("idempotency_key COLLATE \"C\""))
         .for_update()
         .select(LedgerRow::as_select())
         .load(connection)?;

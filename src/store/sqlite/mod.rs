@@ -96,7 +96,7 @@ impl<T> From<StoreError> for Undo<T> {
 }
 
 impl SqliteStore {
-    /// How many calls it takes at a time without a thread that waits for a connection.
+    /// How many calls it takes at a time. Those that write take turns.
     pub const CONNECTIONS: u32 = READERS;
 
     /// Opens the file, which is made where there is none, and migrates it.
