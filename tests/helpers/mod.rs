@@ -32,8 +32,13 @@ pub(crate) fn on_both_with(settings: &[(&str, &str)], check: impl Fn(&Service)) 
 }
 
 /// Waits until something holds, and fails when it does not within 30 seconds.
-pub(crate) fn wait_until(what: &str, mut holds: impl FnMut() -> bool) {
-    let give_up = Instant::now() + Duration::from_secs(30);
+pub(crate) fn wait_until(what: &str, holds: impl FnMut() -> bool) {
+    wait_within(Duration::from_secs(30), what, holds);
+}
+
+/// [`wait_until`], with another limit.
+pub(crate) fn wait_within(limit: Duration, what: &str, mut holds: impl FnMut() -> bool) {
+    let give_up = Instant::now() + limit;
     while !holds() {
         assert!(Instant::now() < give_up, "waited in vain until {what}");
         std::thread::sleep(Duration::from_millis(20));

@@ -149,6 +149,11 @@ impl Postgres {
         self.folder.join("data")
     }
 
+    /// The port of the server on 127.0.0.1.
+    pub(crate) fn port(&self) -> u16 {
+        self.port
+    }
+
     /// The URL of a database.
     pub(crate) fn url(&self, database: &str) -> String {
         format!("postgres://postgres@127.0.0.1:{}/{database}", self.port)

@@ -211,7 +211,8 @@ impl Service {
 }
 
 impl Client {
-    fn new(base: String, timeout: Duration) -> Self {
+    /// A client of what serves at `base`, which waits for answers no longer than this.
+    pub(crate) fn new(base: String, timeout: Duration) -> Self {
         let agent = ureq::Agent::config_builder()
             .http_status_as_error(false)
             .timeout_global(Some(timeout))

@@ -1,0 +1,222 @@
+//! A real n8n.
+
+use std::fs::File;
+use std::path::Path;
+use std::process::{Child, Command, Stdio};
+
+use serde_json::{Value, json};
+use tempfile::TempDir;
+
+use super::helpers::Reply;
+use super::helpers::postgres::{SHARED, free_port, said_by};
+use super::helpers::service::Client;
+use super::helpers::{wait_until, wait_within};
+use super::stage::PATIENCE;
+
+/// An n8n with a database of its own.
+pub(crate) struct Instance {
+    database: String,
+    pub(crate) port: u16,
+    folder: TempDir,
+    /// The webhooks of the published workflows.
+    published: Vec<String>,
+    client: Client,
+    /// While n8n runs: a shell that waits for its input to close, then kills n8n.
+    warden: Option<Child>,
+}
+
+impl Instance {
+    /// An n8n that was never started, with an empty database.
+    pub(crate) fn new(name: &str) -> Self {
+        SHARED.create(name);
+        let port = free_port();
+        Self {
+            database: name.to_owned(),
+            port,
+            folder: tempfile::tempdir().unwrap(),
+            published: Vec::new(),
+            client: Client::new(format!("http://127.0.0.1:{port}"), PATIENCE),
+            warden: None,
+        }
+    }
+
+    /// A program in the environment of this n8n.
+    pub(crate) fn command(&self, program: &str) -> Command {
+        let mut command = Command::new(program);
+        command
+            .env_clear()
+            .env("PATH", std::env::var_os("PATH").unwrap())
+            .env("DB_TYPE", "postgresdb")
+            .env("DB_POSTGRESDB_HOST", "127.0.0.1")
+            .env("DB_POSTGRESDB_PORT", SHARED.port().to_string())
+            .env("DB_POSTGRESDB_DATABASE", &self.database)
+            .env("DB_POSTGRESDB_USER", "postgres")
+            .env("DB_POSTGRESDB_PASSWORD", "none")
+            .env("N8N_USER_FOLDER", self.folder.path())
+            .env("N8N_ENCRYPTION_KEY", "a key of the tests")
+            .env("N8N_LISTEN_ADDRESS", "127.0.0.1")
+            .env("N8N_PORT", self.port.to_string())
+            .env("N8N_RUNNERS_BROKER_PORT", free_port().to_string());
+        for feature in [
+            "DIAGNOSTICS",
+            "VERSION_NOTIFICATIONS",
+            "TEMPLATES",
+            "PERSONALIZATION",
+            "DYNAMIC_BANNERS",
+        ] {
+            command.env(format!("N8N_{feature}_ENABLED"), "false");
+        }
+        command
+    }
+
+    /// Runs one of n8n's commands, which must succeed, and gives what it writes.
+    pub(crate) fn run(&self, arguments: &[&str]) -> String {
+        said_by(self.command("n8n").args(arguments)).unwrap()
+    }
+
+    /// Imports what is in a folder, one object a file.
+    pub(crate) fn import(&self, what: &str, folder: &Path) {
+        let input = format!("--input={}", folder.display());
+        self.run(&[&format!("import:{what}"), "--separate", &input]);
+    }
+
+    /// Publishes a workflow, from the next start on.
+    pub(crate) fn publish(&mut self, workflow: &Value) {
+        let id = workflow["id"].as_str().unwrap();
+        self.run(&["publish:workflow", &format!("--id={id}")]);
+        let nodes = workflow["nodes"].as_array().unwrap();
+        let webhooks = nodes
+            .iter()
+            .filter(|node| node["type"] == "n8n-nodes-base.webhook");
+        self.published
+            .extend(webhooks.map(|node| node["parameters"]["path"].as_str().unwrap().to_owned()));
+    }
+
+    /// Starts n8n, and waits until it serves all that is published.
+    pub(crate) fn start(&mut self) {
+        const WARDEN: &str = r#"
+            "$@" </dev/null 2>&1 & echo "pid $!"
+            read -r _
+            kill -KILL $!
+            wait"#;
+        assert!(!self.runs(), "n8n runs already");
+        let path = self.folder.path().join("log");
+        let mut warden = self.command("sh");
+        warden
+            .args(["-c", WARDEN, "warden", "n8n", "start"])
+            .stdin(Stdio::piped())
+            .stdout(File::create(&path).unwrap());
+        self.warden = Some(warden.spawn().unwrap());
+        wait_within(PATIENCE, "n8n has started", || {
+            let log = self.log();
+            let pid = log.lines().find_map(|line| line.strip_prefix("pid "));
+            let ended =
+                pid.is_some_and(|pid| std::fs::read_link(format!("/proc/{pid}/exe")).is_err());
+            assert!(!ended, "n8n has ended: {log}");
+            // It listens before its webhooks are there.
+            log.contains("Editor is now accessible")
+                && self.published.iter().all(|webhook| self.serves(webhook))
+        });
+    }
+
+    /// Whether a webhook is there. Asked by a method that it does not take, it says so.
+    fn serves(&self, webhook: &str) -> bool {
+        let reply = self.client.get(&format!("/webhook/{webhook}"));
+        reply.body["message"].to_string().contains("POST request")
+    }
+
+    /// Whether it was started, and not ended.
+    pub(crate) fn runs(&self) -> bool {
+        self.warden.is_some()
+    }
+
+    /// Kills n8n (-9).
+    pub(crate) fn kill(&mut self) {
+        let mut warden = self.warden.take().expect("n8n runs");
+        drop(warden.stdin.take());
+        warden.wait().unwrap();
+    }
+
+    /// Posts JSON to a webhook, as the sender of an order does.
+    pub(crate) fn fire(&self, webhook: &str, body: &Value) -> Reply {
+        self.client.post(&format!("/webhook/{webhook}"), body)
+    }
+
+    /// [`Self::fire`], where n8n may end meanwhile.
+    pub(crate) fn try_fire(&self, webhook: &str, body: &Value) -> Option<Reply> {
+        let json_type = [("Content-Type", "application/json")];
+        let path = format!("/webhook/{webhook}");
+        let body = body.to_string();
+        self.client
+            .try_send("POST", &path, &json_type, body.as_bytes())
+            .ok()
+    }
+
+    /// Runs SQL on n8n's own database.
+    fn sql(&self, sql: &str) -> String {
+        SHARED.try_sql(&self.database, sql).unwrap()
+    }
+
+    /// The newest execution of all; 0 before the first.
+    pub(crate) fn last_execution(&self) -> u64 {
+        self.sql("SELECT coalesce(max(id), 0) FROM execution_entity")
+            .parse()
+            .unwrap()
+    }
+
+    /// The status of each execution since one, in their order, once all have ended.
+    pub(crate) fn executions_since(&self, id: u64) -> Vec<String> {
+        let mut statuses = Vec::new();
+        wait_until("all executions have ended", || {
+            let rows = self.sql(&format!(
+                "SELECT status FROM execution_entity WHERE id > {id} ORDER BY id"
+            ));
+            statuses = rows.lines().map(str::to_owned).collect();
+            !statuses
+                .iter()
+                .any(|status| matches!(status.as_str(), "running" | "new" | "waiting"))
+        });
+        statuses
+    }
+
+    /// Retries an execution as the editor does: what ran well is kept, and it goes on at the node that failed.
+    pub(crate) fn retry(&self, execution: u64) -> Value {
+        let json_type = ("Content-Type", "application/json");
+        let account = json!({"email": "owner@example.com", "firstName": "O", "lastName": "O", "password": "Passw0rd-of-tests"});
+        // Answers 400 where the owner is set up already.
+        self.client.post("/rest/owner/setup", &account);
+        let login =
+            json!({"emailOrLdapLoginId": account["email"], "password": account["password"]});
+        let session = self.client.post("/rest/login", &login);
+        assert_eq!(session.status, 200, "{}", session.body);
+        let cookie = session.headers["set-cookie"]
+            .to_str()
+            .unwrap()
+            .split(';')
+            .next()
+            .unwrap()
+            .to_owned();
+        let path = format!("/rest/executions/{execution}/retry");
+        self.client
+            .send(
+                "POST",
+                &path,
+                &[json_type, ("Cookie", &cookie)],
+                b"{\"loadWorkflow\": false}",
+            )
+            .ok()
+    }
+
+    /// What n8n has logged.
+    pub(crate) fn log(&self) -> String {
+        std::fs::read_to_string(self.folder.path().join("log")).unwrap_or_default()
+    }
+}
+
+impl Drop for Instance {
+    fn drop(&mut self) {
+        if self.runs() {
+            self.kill();
+        }
+    }
+}

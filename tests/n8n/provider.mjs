@@ -1,0 +1,90 @@
+// A payment provider to try the workflows against, without money. It charges, counts, and can be told to misbehave.
+//
+//   node tests/n8n/provider.mjs PORT      ends with its standard input
+//
+// POST /charges {order_id, amount, reference?}   charges each time it is asked: no idempotency key
+// GET  /charges?reference=R                      {"data": [charges with this reference]}
+// POST /v1/payment_intents, Idempotency-Key      charges once a key, as Stripe does (a form; metadata[order_id])
+// POST /v2/checkout/orders, PayPal-Request-Id    charges once a key, as PayPal does
+// POST any other path                            keeps the message
+//
+// For tests: PUT /behaviour {of, answers: [{charge, status, delay, drop}, …]} sets what the next requests for an order,
+// or the next searches for a reference, meet: charged or not, with this status, after so many ms, or the connection
+// dropped. GET /requests and /messages tell what came.
+import { createServer } from 'node:http';
+
+const charges = [];
+const messages = [];
+const requests = [];
+const behaviours = new Map();
+const byKey = new Map();
+
+const creations = {
+  '/charges': (request) => ({ order_id: String(request.json.order_id), amount: request.json.amount, reference: request.json.reference }),
+  '/v1/payment_intents': (request) => ({
+    order_id: request.form.get('metadata[order_id]'), amount: Number(request.form.get('amount')) / 100,
+    key: request.headers['idempotency-key'],
+  }),
+  '/v2/checkout/orders': (request) => ({
+    order_id: request.json.purchase_units[0].reference_id, amount: Number(request.json.purchase_units[0].amount.value),
+    key: request.headers['paypal-request-id'],
+  }),
+};
+
+function create({ key, ...charge }) {
+  if (byKey.has(key)) return byKey.get(key);
+  const created = { id: `ch_${charges.length + 1}`, ...charge };
+  charges.push(created);
+  if (key) byKey.set(key, created);
+  console.log(`charged ${created.amount} for ${created.order_id}: ${created.id}`);
+  return created;
+}
+
+function answer(response, status, body) {
+  response.writeHead(status, { 'content-type': 'application/json' });
+  response.end(JSON.stringify(body));
+}
+
+function serve(request, response) {
+  const { pathname, searchParams } = new URL(request.url, 'http://provider');
+  const creation = request.method === 'POST' && creations[pathname];
+  if (creation) {
+    const wanted = creation(request);
+    const { charge = true, status = 201, delay = 0, drop = false } = behaviours.get(wanted.order_id)?.shift() ?? {};
+    requests.push({ ...wanted, path: pathname });
+    const body = charge ? create(wanted) : { message: 'told to misbehave' };
+    return setTimeout(() => (drop ? request.socket.destroy() : answer(response, status, body)), delay);
+  }
+  switch (`${request.method} ${pathname}`) {
+    case 'GET /charges': {
+      const reference = searchParams.get('reference');
+      const { status = 200 } = behaviours.get(reference)?.shift() ?? {};
+      return answer(response, status, { data: charges.filter((charge) => reference === null || charge.reference === reference) });
+    }
+    case 'GET /requests': return answer(response, 200, requests);
+    case 'GET /messages': return answer(response, 200, messages);
+    case 'PUT /behaviour':
+      behaviours.set(request.json.of, request.json.answers);
+      return answer(response, 200, {});
+    default:
+      if (request.method !== 'POST') return answer(response, 404, { message: 'unknown path' });
+      messages.push({ path: pathname, ...request.json });
+      return answer(response, 200, {});
+  }
+}
+
+const server = createServer(async (request, response) => {
+  try {
+    const chunks = [];
+    for await (const chunk of request) chunks.push(chunk);
+    const text = Buffer.concat(chunks).toString();
+    if (request.headers['content-type']?.startsWith('application/json')) request.json = JSON.parse(text);
+    else request.form = new URLSearchParams(text);
+    serve(request, response);
+  } catch (fault) {
+    answer(response, 400, { message: String(fault) });
+  }
+});
+
+server.listen(Number(process.argv[2]), '127.0.0.1', () => console.log(`provider on http://127.0.0.1:${server.address().port}`));
+process.stdin.resume().on('end', () => process.exit());

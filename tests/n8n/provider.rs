@@ -1,0 +1,101 @@
+//! The provider: `provider.mjs` as a process.
+
+use std::collections::BTreeMap;
+use std::process::{Child, Command, Stdio};
+
+use serde_json::{Value, json};
+
+use super::helpers::postgres::free_port;
+use super::helpers::service::Client;
+use super::helpers::wait_until;
+use super::stage::PATIENCE;
+
+/// A provider. It ends with the test's process, since it waits for its input to close.
+pub(crate) struct Provider {
+    pub(crate) port: u16,
+    client: Client,
+    process: Child,
+}
+
+impl Provider {
+    pub(crate) fn start() -> Self {
+        let port = free_port();
+        let process = Command::new("node")
+            .arg(concat!(
+                env!("CARGO_MANIFEST_DIR"),
+                "/tests/n8n/provider.mjs"
+            ))
+            .arg(port.to_string())
+            .stdin(Stdio::piped())
+            .stdout(Stdio::null())
+            .spawn()
+            .expect("Node.js is needed: scripts/test installs it");
+        let client = Client::new(format!("http://127.0.0.1:{port}"), PATIENCE);
+        wait_until("the provider listens", || {
+            client.try_send("GET", "/requests", &[], b"").is_ok()
+        });
+        Self {
+            port,
+            client,
+            process,
+        }
+    }
+
+    /// What the next requests for an order, or the next searches for a reference, will meet:
+    /// objects of `charge`, `status`, `delay` and `drop`.
+    pub(crate) fn behave(&self, of: &str, answers: &Value) {
+        let json_type = [("Content-Type", "application/json")];
+        let body = json!({"of": of, "answers": answers}).to_string();
+        self.client
+            .send("PUT", "/behaviour", &json_type, body.as_bytes())
+            .ok();
+    }
+
+    /// All charges that were made, in their order.
+    pub(crate) fn charges(&self) -> Vec<Value> {
+        let mut reply = self.client.get("/charges").ok();
+        serde_json::from_value(reply["data"].take()).unwrap()
+    }
+
+    /// The charges of an order.
+    pub(crate) fn charges_of(&self, order_id: &str) -> Vec<Value> {
+        let mut charges = self.charges();
+        charges.retain(|charge| charge["order_id"] == order_id);
+        charges
+    }
+
+    /// How often each order whose id begins with `prefix` was charged.
+    pub(crate) fn counts(&self, prefix: &str) -> BTreeMap<String, usize> {
+        let mut counts = BTreeMap::new();
+        for charge in self.charges() {
+            let order_id = charge["order_id"].as_str().unwrap();
+            if order_id.starts_with(prefix) {
+                *counts.entry(order_id.to_owned()).or_default() += 1;
+            }
+        }
+        counts
+    }
+
+    /// The requests to charge an order, those that charged nothing included.
+    pub(crate) fn requests_for(&self, order_id: &str) -> Vec<Value> {
+        let requests = self.client.get("/requests").ok();
+        let mut requests: Vec<Value> = serde_json::from_value(requests).unwrap();
+        requests.retain(|request| request["order_id"] == order_id);
+        requests
+    }
+
+    /// The messages that were sent to a path.
+    pub(crate) fn messages(&self, path: &str) -> Vec<Value> {
+        let messages = self.client.get("/messages").ok();
+        let mut messages: Vec<Value> = serde_json::from_value(messages).unwrap();
+        messages.retain(|message| message["path"] == path);
+        messages
+    }
+}
+
+impl Drop for Provider {
+    fn drop(&mut self) {
+        let _ = self.process.kill();
+        let _ = self.process.wait();
+    }
+}

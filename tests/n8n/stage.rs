@@ -1,0 +1,188 @@
+//! What each test plays on: one n8n with all workflows, the provider, and the service at the port
+//! that the workflows call. The tests take turns.
+
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use serde_json::{Value, json};
+
+use super::helpers::postgres::free_port;
+use super::helpers::{Backend, Database, Reply, Service};
+use super::instance::Instance;
+use super::provider::Provider;
+
+/// How long a sender waits for an answer: longer than any workflow takes.
+pub(crate) const PATIENCE: Duration = Duration::from_secs(120);
+
+/// The service's API keys, each for one n8n.
+pub(crate) const API_KEYS: &str = "n8n:secret-of-n8n,shop:secret-of-shop";
+/// The API key of the first n8n.
+pub(crate) const SECRET: &str = "secret-of-n8n";
+
+/// The folder of the shipped workflows.
+const SHIPPED: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/n8n-workflows");
+/// The folder of workflows that only tests need.
+const OURS: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/n8n/workflows");
+
+static STAGE: LazyLock<Mutex<Stage>> = LazyLock::new(|| Mutex::new(Stage::new()));
+
+/// What a test plays on.
+pub(crate) struct Stage {
+    pub(crate) n8n: Instance,
+    pub(crate) provider: Provider,
+    /// None while it is down.
+    pub(crate) gate: Option<Service>,
+    gate_port: u16,
+}
+
+/// Takes the stage, with the service on an empty Postgres database.
+pub(crate) fn stage() -> MutexGuard<'static, Stage> {
+    stage_on(Backend::Postgres)
+}
+
+/// Takes the stage, with the service on an empty database.
+pub(crate) fn stage_on(backend: Backend) -> MutexGuard<'static, Stage> {
+    let mut stage = STAGE.lock().unwrap_or_else(PoisonError::into_inner);
+    stage.gate = None;
+    stage.open_gate_on(Arc::new(Database::new(backend)));
+    if !stage.n8n.runs() {
+        stage.n8n.start();
+    }
+    stage
+}
+
+/// Copies workflows, with nothing but hosts and ports replaced, and gives them.
+pub(crate) fn copy_workflows(
+    from: &str,
+    to: &Path,
+    gate_port: u16,
+    provider_port: u16,
+) -> Vec<Value> {
+    let mut files: Vec<PathBuf> = std::fs::read_dir(from)
+        .unwrap()
+        .map(|file| file.unwrap().path())
+        .collect();
+    files.sort();
+    let copy = |path: PathBuf| {
+        let text = std::fs::read_to_string(&path)
+            .unwrap()
+            .replace("dedup-gate:8080", &format!("127.0.0.1:{gate_port}"))
+            .replace("payments.example", &format!("127.0.0.1:{provider_port}"))
+            .replace("alerts.example", &format!("127.0.0.1:{provider_port}"));
+        std::fs::write(to.join(path.file_name().unwrap()), &text).unwrap();
+        serde_json::from_str(&text).expect("JSON")
+    };
+    files.into_iter().map(copy).collect()
+}
+
+/// The credential that the workflows name, as n8n imports it.
+pub(crate) fn credential(secret: &str) -> Value {
+    json!({"id": "dedupGateHdrAuth", "name": "dedup-gate API key", "type": "httpHeaderAuth",
+        "data": {"name": "X-API-Key", "value": secret}})
+}
+
+/// Imports the credential and all workflows into an n8n that does not run, and publishes them.
+pub(crate) fn furnish(n8n: &mut Instance, secret: &str, gate_port: u16, provider_port: u16) {
+    let folder = tempfile::tempdir().unwrap();
+    let (workflows, credentials) = (
+        folder.path().join("workflows"),
+        folder.path().join("credentials"),
+    );
+    std::fs::create_dir(&workflows).unwrap();
+    std::fs::create_dir(&credentials).unwrap();
+    std::fs::write(
+        credentials.join("gate.json"),
+        credential(secret).to_string(),
+    )
+    .unwrap();
+    n8n.import("credentials", &credentials);
+    let mut copied = copy_workflows(SHIPPED, &workflows, gate_port, provider_port);
+    copied.extend(copy_workflows(OURS, &workflows, gate_port, provider_port));
+    n8n.import("workflow", &workflows);
+    for workflow in copied {
+        n8n.publish(&workflow);
+    }
+}
+
+impl Stage {
+    fn new() -> Self {
+        let provider = Provider::start();
+        let gate_port = free_port();
+        let mut n8n = Instance::new("n8n");
+        furnish(&mut n8n, SECRET, gate_port, provider.port);
+        n8n.start();
+        Self {
+            n8n,
+            provider,
+            gate: None,
+            gate_port,
+        }
+    }
+
+    /// The service, which runs.
+    pub(crate) fn gate(&self) -> &Service {
+        self.gate.as_ref().expect("the gate is open")
+    }
+
+    /// Starts the service on a database, where the workflows call it.
+    pub(crate) fn open_gate_on(&mut self, database: Arc<Database>) {
+        let listen = format!("127.0.0.1:{}", self.gate_port);
+        let settings = [("LISTEN", listen.as_str()), ("API_KEYS", API_KEYS)];
+        self.gate = Some(Service::start_beside(database, &settings));
+    }
+
+    /// Kills the service (-9), and gives the database that it leaves.
+    pub(crate) fn kill_gate(&mut self) -> Arc<Database> {
+        Arc::clone(&self.gate.take().expect("the gate is open").database)
+    }
+
+    /// Gets from the service.
+    pub(crate) fn get(&self, path: &str) -> Value {
+        self.gate()
+            .send("GET", path, &[("X-API-Key", SECRET)], b"")
+            .ok()
+    }
+
+    /// The entries of a status.
+    pub(crate) fn listed(&self, status: &str) -> Vec<Value> {
+        let mut list = self.get(&format!("/ledger?status={status}&limit=500"));
+        serde_json::from_value(list["entries"].take()).unwrap()
+    }
+
+    /// The ledger's entry of an order.
+    pub(crate) fn entry_of(&self, order_id: &str) -> Value {
+        let mut list = self.get(&format!("/ledger?order_id={order_id}"));
+        list["entries"][0].take()
+    }
+}
+
+/// An order as a sender sends it.
+pub(crate) fn order(order_id: &str) -> Value {
+    json!({"order_id": order_id, "order_total": 129.9})
+}
+
+/// Fires many orders, `width` at a time, and gives the replies in the order of the orders.
+pub(crate) fn fire_all(
+    n8n: &Instance,
+    webhook: &str,
+    orders: &[Value],
+    width: usize,
+) -> Vec<Option<Reply>> {
+    let next = Mutex::new(orders.iter().enumerate());
+    let replies = Mutex::new(orders.iter().map(|_| None).collect::<Vec<_>>());
+    std::thread::scope(|scope| {
+        for _ in 0..width {
+            scope.spawn(|| {
+                loop {
+                    let Some((index, order)) = next.lock().unwrap().next() else {
+                        return;
+                    };
+                    let reply = n8n.try_fire(webhook, order);
+                    replies.lock().unwrap()[index] = reply;
+                }
+            });
+        }
+    });
+    replies.into_inner().unwrap()
+}
