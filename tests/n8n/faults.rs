@@ -4,32 +4,438 @@
 use serde_json::{Value, json};
 
 use super::helpers::wait_until;
-use super::lossy::Lossy;
 use super::stage::{Stage, fire_all, order, stage};
 
-/// The webhooks of the workflows that charge, and know no other means than the gate.
+/// The webhooks that charge orders at a provider that knows no idempotency keys.
 const WEBHOOKS: [&str; 3] = ["dedup-gate", "order-triage", "order-by-reference"];
 
-/// Lets the leases of all that is pending run out.
-fn let_leases_run_out(stage: &Stage) {
-    stage.gate().database.age_all(1_000);
+#[track_caller]
+fn assert_charged_once(stage: &Stage, order_id: &str) -> Value {
+    let mut charges = stage.provider.charges_of(order_id);
+    assert_eq!(charges.len(), 1, "{order_id}: {charges:?}");
+    charges.remove(0)
 }
 
-/// The reply is lost after the commit: *Retry On Fail* sends the same claimant again.
+/// What `/key` says of an order.
+fn key_of(stage: &Stage, order_id: &str) -> Value {
+    stage
+        .gate
+        .post("/key", &json!({"parts": [order_id, 129.9]}))
+}
+
+/// The reply is lost after the commit: *Retry On Fail* sends the same claimant again, which hears
+/// what it was not told.
 #[test]
-fn a_lost_reply_to_a_claim_loses_no_order_and_charges_none_twice() {
+fn a_claim_whose_reply_is_lost_is_charged_once() {
     let mut stage = stage();
-    for webhook in WEBHOOKS {
-        let order_id = format!("lost-{webhook}");
-        // The service moves to another port, and the proxy stands where it was.
-        let database = stage.kill_gate();
-        let proxy = stage.open_gate_behind(database);
-        proxy.lose_next_of("/claim", 2);
-        proxy.lose_next_of("/ledger/pending", 2);
-        let reply = stage.n8n.fire(webhook, &order(&order_id)).ok();
-        assert!(proxy.lost() == 2, "{webhook}");
-        let charges = stage.provider.charges_of(&order_id);
-        assert_eq!(charges.len(), 1, "{webhook}");
-        assert_eq!(reply["external_id"], charges[0]["id"]);
+    let proxy = stage.gate.open_behind_proxy();
+    for (webhook, path) in [
+        ("dedup-gate", "/claim"),
+        ("claim-once", "/claim"),
+        ("order-triage", "/claim"),
+        ("order-triage", "/ledger/done"),
+        ("order-by-reference", "/ledger/pending"),
+        ("order-by-reference", "/ledger/done"),
+    ] {
+        let order_id = format!("lost-{webhook}{}", path.replace('/', "-"));
+        let mut body = order(&order_id);
+        if webhook == "claim-once" {
+            body = json!({"orders": [body]});
+        }
+        proxy.lose(path, 2);
+        stage.n8n.fire(webhook, &body).ok();
+        assert_eq!(proxy.left(), 0, "{webhook}");
+        assert_charged_once(&stage, &order_id);
+        if webhook.starts_with("order") {
+            assert_eq!(stage.gate.entry_of(&order_id)["status"], "done");
+        }
     }
+}
+
+/// The provider refuses: nothing has happened, so the next delivery charges.
+#[test]
+fn an_order_that_was_refused_is_charged_by_the_next_delivery() {
+    let stage = stage();
+    for webhook in ["order-triage", "order-native-key", "order-by-reference"] {
+        for status in [402, 429] {
+            let order_id = format!("refused-{webhook}-{status}");
+            // Retry On Fail tries three times where it is safe.
+            let refusals = if webhook == "order-native-key" { 3 } else { 1 };
+            let answers = vec![json!({"charge": false, "status": status}); refusals];
+            stage.provider.behave(&order_id, &json!(answers));
+            let reply = stage.n8n.fire(webhook, &order(&order_id));
+            assert_eq!(
+                (reply.status, &reply.body["status"]),
+                (502, &json!("failed"))
+            );
+            assert_eq!(stage.gate.entry_of(&order_id)["status"], "failed");
+            let reply = stage.n8n.fire(webhook, &order(&order_id)).ok();
+            let charge = assert_charged_once(&stage, &order_id);
+            assert_eq!(reply["external_id"], charge["id"]);
+            assert_eq!(stage.gate.entry_of(&order_id)["attempt"], 2);
+        }
+    }
+}
+
+/// Nobody listens at the provider's address: nothing has happened either.
+#[test]
+fn an_order_whose_provider_is_down_is_charged_by_a_later_delivery() {
+    let mut stage = stage();
+    stage.provider.stop();
+    for webhook in ["order-triage", "order-by-reference"] {
+        let reply = stage.n8n.fire(webhook, &order(&format!("down-{webhook}")));
+        assert_eq!(
+            (reply.status, &reply.body["status"]),
+            (502, &json!("failed"))
+        );
+    }
+    stage.provider.start();
+    for webhook in ["order-triage", "order-by-reference"] {
+        let order_id = format!("down-{webhook}");
+        stage.n8n.fire(webhook, &order(&order_id)).ok();
+        assert_charged_once(&stage, &order_id);
+    }
+}
+
+/// It charged, and then its answer was dropped, was a 500, or came too late. Without a means to
+/// ask, what is uncertain stays pending, is never repeated, and is listed.
+#[test]
+fn a_charge_whose_answer_is_lost_stays_pending_for_review() {
+    let stage = stage();
+    let answers = [
+        ("drop", json!([{"drop": true}])),
+        ("500", json!([{"status": 500}])),
+        ("502-uncharged", json!([{"status": 502, "charge": false}])),
+        ("late", json!([{"delay": 35_000}])),
+    ];
+    for (name, answers) in &answers {
+        stage.provider.behave(&format!("uncertain-{name}"), answers);
+    }
+    let orders: Vec<Value> = answers
+        .iter()
+        .map(|(name, _)| order(&format!("uncertain-{name}")))
+        .collect();
+    for reply in fire_all(&stage.n8n, "order-triage", &orders, orders.len()) {
+        let reply = reply.unwrap();
+        assert_eq!(
+            (reply.status, &reply.body["status"]),
+            (502, &json!("uncertain"))
+        );
+    }
+    // Delivered again, it is still somebody's: not done, so not acknowledged.
+    for reply in fire_all(&stage.n8n, "order-triage", &orders, orders.len()) {
+        let reply = reply.unwrap();
+        assert_eq!(
+            (reply.status, &reply.body["status"]),
+            (409, &json!("pending"))
+        );
+    }
+    stage.gate.let_leases_run_out();
+    assert_eq!(stage.gate.listed("stale").len(), orders.len());
+    for (name, _) in &answers {
+        let order_id = format!("uncertain-{name}");
+        let reply = stage.n8n.fire("order-triage", &order(&order_id));
+        assert_eq!(
+            (reply.status, &reply.body["status"]),
+            (409, &json!("stale"))
+        );
+        assert_eq!(stage.provider.requests_for(&order_id).len(), 1);
+    }
+}
+
+/// The same where the provider can be asked.
+#[test]
+fn a_charge_whose_answer_is_lost_is_found_by_reference() {
+    let stage = stage();
+    let answers = [
+        ("drop", json!([{"drop": true}]), true),
+        ("500", json!([{"status": 500}]), true),
+        ("late", json!([{"delay": 35_000}]), true),
+        (
+            "502-uncharged",
+            json!([{"status": 502, "charge": false}]),
+            false,
+        ),
+    ];
+    for (name, answers, _) in &answers {
+        stage.provider.behave(&format!("asked-{name}"), answers);
+    }
+    let orders: Vec<Value> = answers
+        .iter()
+        .map(|(name, ..)| order(&format!("asked-{name}")))
+        .collect();
+    let replies = fire_all(&stage.n8n, "order-by-reference", &orders, orders.len());
+    for ((name, _, charged), reply) in answers.iter().zip(replies) {
+        let (order_id, reply) = (format!("asked-{name}"), reply.unwrap());
+        if *charged {
+            let charge = assert_charged_once(&stage, &order_id);
+            assert_eq!(reply.ok()["external_id"], charge["id"]);
+            assert_eq!(stage.gate.entry_of(&order_id)["external_id"], charge["id"]);
+        } else {
+            assert_eq!(
+                (reply.status, &reply.body["status"]),
+                (502, &json!("failed"))
+            );
+            stage.n8n.fire("order-by-reference", &order(&order_id)).ok();
+            assert_charged_once(&stage, &order_id);
+        }
+    }
+}
+
+/// Neither the charge nor the search is answered: it stays pending, and whoever delivers it again
+/// once the lease has run out asks anew.
+#[test]
+fn a_charge_that_cannot_be_asked_for_is_found_later() {
+    let stage = stage();
+    let order_id = "unasked";
+    let key = key_of(&stage, order_id);
+    let key = key["idempotency_key"].as_str().unwrap();
+    stage.provider.behave(order_id, &json!([{"drop": true}]));
+    stage.provider.behave(
+        key,
+        &json!([{"status": 500}, {"status": 500}, {"status": 500}]),
+    );
+    let reply = stage.n8n.fire("order-by-reference", &order(order_id));
+    assert_eq!(
+        (reply.status, &reply.body["status"]),
+        (502, &json!("uncertain"))
+    );
+    let reply = stage.n8n.fire("order-by-reference", &order(order_id));
+    assert_eq!(
+        (reply.status, &reply.body["status"]),
+        (409, &json!("pending"))
+    );
+    stage.gate.let_leases_run_out();
+    assert_eq!(stage.gate.listed("stale").len(), 1);
+    let reply = stage.n8n.fire("order-by-reference", &order(order_id)).ok();
+    assert_eq!(
+        reply["external_id"],
+        assert_charged_once(&stage, order_id)["id"]
+    );
+    assert_eq!(stage.gate.entry_of(order_id)["status"], "done");
+}
+
+/// A provider that knows the key may be asked again and again: it charges once.
+#[test]
+fn a_native_key_makes_retry_on_fail_safe() {
+    let stage = stage();
+    for provider in ["stripe", "paypal"] {
+        let order_id = format!("native-{provider}");
+        let mut body = order(&order_id);
+        body["provider"] = json!(provider);
+        stage
+            .provider
+            .behave(&order_id, &json!([{"drop": true}, {"status": 500}]));
+        let reply = stage.n8n.fire("order-native-key", &body).ok();
+        let charge = assert_charged_once(&stage, &order_id);
+        assert_eq!(reply["external_id"], charge["id"]);
+        assert_eq!(charge["amount"], 129.9);
+        let requests = stage.provider.requests_for(&order_id);
+        assert_eq!(requests.len(), 3);
+        let verdict = stage.gate.entry_of(&order_id);
+        let key = match provider {
+            "stripe" => verdict["idempotency_key"].clone(),
+            _ => key_of(&stage, &order_id)["uuid"].take(),
+        };
+        assert!(
+            requests.iter().all(|request| request["key"] == key),
+            "{requests:?}"
+        );
+        assert_eq!(verdict["external_id"], charge["id"]);
+    }
+}
+
+/// The gate is down: it fails closed, and the sender hears that it has to deliver again.
+#[test]
+fn while_the_gate_is_down_nothing_is_charged() {
+    let mut stage = stage();
+    let database = stage.gate.kill();
+    for webhook in [&WEBHOOKS[..], &["order-native-key"]].concat() {
+        let reply = stage
+            .n8n
+            .fire(webhook, &order(&format!("closed-{webhook}")));
+        assert_eq!(reply.status, 500);
+    }
+    let body = json!({"orders": [order("closed-claim-once")]});
+    assert_eq!(stage.n8n.fire("claim-once", &body).status, 500);
+    assert_eq!(stage.provider.counts("closed-").len(), 0);
+    stage.gate.open_on(database);
+    for webhook in [&WEBHOOKS[..], &["order-native-key"]].concat() {
+        stage
+            .n8n
+            .fire(webhook, &order(&format!("closed-{webhook}")))
+            .ok();
+    }
+    stage.n8n.fire("claim-once", &body).ok();
+    let counts = stage.provider.counts("closed-");
+    assert_eq!(counts.len(), 5);
+    assert!(counts.values().all(|count| *count == 1), "{counts:?}");
+}
+
+/// Delivers until each order is acknowledged, or at rest: each is charged once and done, or stays
+/// pending, is charged at most once, and is listed once its lease has run out.
+fn assert_nothing_is_lost(stage: &Stage, webhook: &str, orders: &[Value]) {
+    for _ in 0..3 {
+        fire_all(&stage.n8n, webhook, orders, 10);
+    }
+    stage.gate.let_leases_run_out();
+    let (done, stale) = (stage.gate.listed("done"), stage.gate.listed("stale"));
+    for order in orders {
+        let order_id = order["order_id"].as_str().unwrap();
+        let charges = stage.provider.charges_of(order_id).len();
+        if stale.contains(order_id) {
+            assert!(charges <= 1, "{order_id}: {charges} charges");
+        } else {
+            assert!(
+                done.contains(order_id),
+                "{order_id}: {}",
+                stage.gate.entry_of(order_id)
+            );
+            assert_eq!(charges, 1, "{order_id}");
+        }
+    }
+    let since = stage.n8n.last_execution();
+    for order_id in &stale {
+        let reply = stage.n8n.fire(webhook, &order(order_id));
+        assert_eq!(
+            (reply.status, &reply.body["status"]),
+            (409, &json!("stale"))
+        );
+    }
+    assert_eq!(
+        stage.n8n.executions_since(since),
+        vec!["success"; stale.len()]
+    );
+}
+
+/// The gate is killed (-9) and started again among a hundred webhooks, three times.
+#[test]
+fn the_gate_is_killed_among_a_hundred_webhooks() {
+    let mut stage = stage();
+    let orders: Vec<Value> = (0..100)
+        .map(|number| order(&format!("killed-{number}")))
+        .collect();
+    let Stage {
+        n8n,
+        provider,
+        gate,
+    } = &mut *stage;
+    std::thread::scope(|scope| {
+        let senders = scope.spawn(|| fire_all(n8n, "order-triage", &orders, 10));
+        for time in 1..=3 {
+            wait_until("some are through", || {
+                provider.counts("killed-").len() >= 20 * time
+            });
+            let database = gate.kill();
+            gate.open_on(database);
+        }
+        senders.join().unwrap();
+    });
+    assert_nothing_is_lost(&stage, "order-triage", &orders);
+}
+
+/// n8n is killed (-9) among webhooks: between claim, charge and report of some of them.
+#[test]
+fn n8n_is_killed_between_claim_and_done() {
+    let mut stage = stage();
+    let orders: Vec<Value> = (0..30)
+        .map(|number| order(&format!("crash-{number}")))
+        .collect();
+    // These it is killed in for sure: charged, and not answered yet.
+    for number in 0..5 {
+        let late = json!([{"delay": 20_000}]);
+        stage.provider.behave(&format!("crash-{number}"), &late);
+    }
+    let Stage { n8n, provider, .. } = &mut *stage;
+    std::thread::scope(|scope| {
+        for order in &orders {
+            let client = n8n.client();
+            scope.spawn(move || {
+                let json_type = [("Content-Type", "application/json")];
+                let body = order.to_string();
+                client.try_send("POST", "/webhook/order-triage", &json_type, body.as_bytes())
+            });
+        }
+        wait_until("some are charged", || {
+            let counts = provider.counts("crash-");
+            counts.len() >= 8
+                && (0..5).all(|number| counts.contains_key(&format!("crash-{number}")))
+        });
+        n8n.kill();
+    });
+    stage.n8n.start();
+    let crashed = stage.n8n.executions_with("crashed");
+    assert!(!crashed.is_empty(), "n8n knows what it was killed in");
+    for number in 0..5 {
+        assert_eq!(
+            stage.gate.entry_of(&format!("crash-{number}"))["status"],
+            "pending"
+        );
+    }
+    // Whatever n8n makes of these, it charges nothing that was charged.
+    for execution in crashed {
+        stage.n8n.retry(execution);
+    }
+    assert_nothing_is_lost(&stage, "order-triage", &orders);
+    let stale = stage.gate.listed("stale");
+    assert!(
+        (0..5).all(|number| stale.contains(&format!("crash-{number}"))),
+        "{stale:?}"
+    );
+}
+
+/// An execution that failed is retried, as the editor does: it goes on where it failed, under
+/// another execution id.
+#[test]
+fn a_failed_execution_is_retried_from_n8n() {
+    let mut stage = stage();
+
+    // It failed before the claim.
+    let database = stage.gate.kill();
+    assert_eq!(
+        stage
+            .n8n
+            .fire("order-triage", &order("retried-early"))
+            .status,
+        500
+    );
+    let failed = stage.n8n.last_execution();
+    stage.gate.open_on(database);
+    stage.n8n.retry(failed);
+    wait_until("it is done", || {
+        stage.gate.entry_of("retried-early")["status"] == "done"
+    });
+    stage.n8n.fire("order-triage", &order("retried-early")).ok();
+    assert_charged_once(&stage, "retried-early");
+
+    // It failed after the charge: what is known is reported, under the claim's attempt.
+    stage
+        .provider
+        .behave("retried-late", &json!([{"delay": 2_000}]));
+    let Stage {
+        n8n,
+        provider,
+        gate,
+    } = &mut *stage;
+    let database = std::thread::scope(|scope| {
+        let sender = scope.spawn(|| n8n.fire("order-triage", &order("retried-late")));
+        wait_until("it is charged", || {
+            !provider.charges_of("retried-late").is_empty()
+        });
+        let database = gate.kill();
+        assert_eq!(sender.join().unwrap().status, 500);
+        database
+    });
+    let failed = stage.n8n.last_execution();
+    stage.gate.open_on(database);
+    assert_eq!(stage.gate.entry_of("retried-late")["status"], "pending");
+    stage.n8n.retry(failed);
+    wait_until("it is done", || {
+        stage.gate.entry_of("retried-late")["status"] == "done"
+    });
+    let charge = assert_charged_once(&stage, "retried-late");
+    assert_eq!(
+        stage.gate.entry_of("retried-late")["external_id"],
+        charge["id"]
+    );
 }

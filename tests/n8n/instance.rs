@@ -164,6 +164,19 @@ impl Instance {
             .unwrap()
     }
 
+    /// A client of this n8n.
+    pub(crate) fn client(&self) -> Client {
+        self.client.clone()
+    }
+
+    /// The executions that have this status.
+    pub(crate) fn executions_with(&self, status: &str) -> Vec<u64> {
+        let rows = self.sql(&format!(
+            "SELECT id FROM execution_entity WHERE status = '{status}' ORDER BY id"
+        ));
+        rows.lines().map(|id| id.parse().unwrap()).collect()
+    }
+
     /// The status of each execution since one, in their order, once all have ended.
     pub(crate) fn executions_since(&self, id: u64) -> Vec<String> {
         let mut statuses = Vec::new();

@@ -1,70 +1,79 @@
-//! A proxy that loses replies: the request is done, and nobody hears of it.
+//! A proxy that loses replies: what was asked is done, and nobody hears of it.
 
-use std::io::{Read, Write};
+use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{Shutdown, TcpListener, TcpStream};
-use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
 use std::thread;
 
-/// A proxy between n8n and the service.
+/// A proxy between n8n and the service. It ends with the test.
 pub(crate) struct Lossy {
-    /// How many replies it has still to lose.
-    left: Arc<AtomicUsize>,
     address: String,
+    plan: Arc<Plan>,
+}
+
+#[derive(Default)]
+struct Plan {
+    /// The paths whose next replies will be lost, once for each.
+    losses: Mutex<Vec<&'static str>>,
+    over: AtomicBool,
 }
 
 impl Lossy {
-    /// Listens on `port`, and loses the first `losses` replies of what listens at `upstream`.
-    pub(crate) fn start(port: u16, upstream: &str, losses: usize) -> Self {
+    /// Listens on `port`, for what listens on `upstream`.
+    pub(crate) fn start(port: u16, upstream: u16) -> Self {
         let address = format!("127.0.0.1:{port}");
         let listener = TcpListener::bind(&address).unwrap();
-        let left = Arc::new(AtomicUsize::new(losses));
-        let (upstream, counter) = (upstream.to_owned(), Arc::clone(&left));
+        let plan = Arc::new(Plan::default());
+        let shared = Arc::clone(&plan);
         thread::spawn(move || {
             for client in listener.incoming() {
-                // Woken up to end.
-                if Arc::strong_count(&counter) == 1 {
+                if shared.over.load(Ordering::SeqCst) {
                     return;
                 }
-                let (client, counter) = (client.unwrap(), Arc::clone(&counter));
-                let server = TcpStream::connect(&upstream).unwrap();
-                thread::spawn(move || relay(&client, &server, &counter));
+                let (client, plan) = (client.unwrap(), Arc::clone(&shared));
+                thread::spawn(move || relay(client, upstream, &plan));
             }
         });
-        Self { left, address }
+        Self { address, plan }
     }
 
-    /// How many replies it has still to lose.
+    /// Loses the next `times` replies to a path.
+    pub(crate) fn lose(&self, path: &'static str, times: usize) {
+        self.plan.losses.lock().unwrap().extend(vec![path; times]);
+    }
+
+    /// How many replies are still to be lost.
     pub(crate) fn left(&self) -> usize {
-        self.left.load(Ordering::SeqCst)
+        self.plan.losses.lock().unwrap().len()
     }
 }
 
 impl Drop for Lossy {
     fn drop(&mut self) {
-        self.left = Arc::default();
+        self.plan.over.store(true, Ordering::SeqCst);
         // For the listener to notice.
         let _ = TcpStream::connect(&self.address);
     }
 }
 
-/// Carries one connection, on which n8n makes one request.
-fn relay(client: &TcpStream, server: &TcpStream, left: &AtomicUsize) {
-    let (mut from_client, mut to_server) =
-        (client.try_clone().unwrap(), server.try_clone().unwrap());
-    thread::spawn(move || {
-        let _ = std::io::copy(&mut from_client, &mut to_server);
-        let _ = to_server.shutdown(Shutdown::Write);
-    });
+/// Carries one connection. n8n makes one request on each, and asks for it to be closed.
+fn relay(client: TcpStream, upstream: u16, plan: &Plan) {
+    let mut request = BufReader::new(client.try_clone().unwrap());
+    let mut line = String::new();
+    request.read_line(&mut line).unwrap();
+    let mut server = TcpStream::connect(("127.0.0.1", upstream)).unwrap();
+    server.write_all(line.as_bytes()).unwrap();
+    let mut sink = server.try_clone().unwrap();
+    thread::spawn(move || std::io::copy(&mut request, &mut sink));
     let mut reply = Vec::new();
     // The service has answered, and so has committed, before anything is lost.
-    let _ = (&*server).read_to_end(&mut reply);
-    let lose = |left: usize| left.checked_sub(1);
-    if left
-        .fetch_update(Ordering::SeqCst, Ordering::SeqCst, lose)
-        .is_err()
-    {
-        let _ = (&*client).write_all(&reply);
+    server.read_to_end(&mut reply).unwrap();
+    let path = line.split(' ').nth(1).unwrap();
+    let mut losses = plan.losses.lock().unwrap();
+    match losses.iter().position(|lost| *lost == path) {
+        Some(index) => drop(losses.remove(index)),
+        None => (&client).write_all(&reply).unwrap(),
     }
     let _ = client.shutdown(Shutdown::Both);
 }

@@ -38,7 +38,10 @@ fn an_order_fired_twice_is_charged_once() {
                     second,
                     json!({"status": "done", "order_id": order_id, "external_id": charges[0]["id"]})
                 );
-                assert_eq!(stage.entry_of(&order_id)["external_id"], charges[0]["id"]);
+                assert_eq!(
+                    stage.gate.entry_of(&order_id)["external_id"],
+                    charges[0]["id"]
+                );
             }
             assert_all_succeed(&stage, since, 2);
         }

@@ -10,35 +10,50 @@ use super::helpers::service::Client;
 use super::helpers::wait_until;
 use super::stage::PATIENCE;
 
-/// A provider. It ends with the test's process, since it waits for its input to close.
+/// A provider.
 pub(crate) struct Provider {
     pub(crate) port: u16,
     client: Client,
-    process: Child,
+    /// While it runs. It ends with the test's process, since it waits for its input to close.
+    process: Option<Child>,
 }
 
 impl Provider {
-    pub(crate) fn start() -> Self {
+    /// A provider that was not started yet.
+    pub(crate) fn new() -> Self {
         let port = free_port();
+        Self {
+            port,
+            client: Client::new(format!("http://127.0.0.1:{port}"), PATIENCE),
+            process: None,
+        }
+    }
+
+    /// Starts it; it knows of nothing that was before.
+    pub(crate) fn start(&mut self) {
+        let script = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/n8n/provider.mjs");
         let process = Command::new("node")
-            .arg(concat!(
-                env!("CARGO_MANIFEST_DIR"),
-                "/tests/n8n/provider.mjs"
-            ))
-            .arg(port.to_string())
+            .args([script, &self.port.to_string()])
             .stdin(Stdio::piped())
             .stdout(Stdio::null())
             .spawn()
             .expect("Node.js is needed: scripts/test installs it");
-        let client = Client::new(format!("http://127.0.0.1:{port}"), PATIENCE);
+        self.process = Some(process);
         wait_until("the provider listens", || {
-            client.try_send("GET", "/requests", &[], b"").is_ok()
+            self.client.try_send("GET", "/requests", &[], b"").is_ok()
         });
-        Self {
-            port,
-            client,
-            process,
-        }
+    }
+
+    /// Whether it was started, and not stopped.
+    pub(crate) fn runs(&self) -> bool {
+        self.process.is_some()
+    }
+
+    /// Stops it.
+    pub(crate) fn stop(&mut self) {
+        let mut process = self.process.take().expect("the provider runs");
+        process.kill().unwrap();
+        process.wait().unwrap();
     }
 
     /// What the next requests for an order, or the next searches for a reference, will meet:
@@ -90,12 +105,5 @@ impl Provider {
         let mut messages: Vec<Value> = serde_json::from_value(messages).unwrap();
         messages.retain(|message| message["path"] == path);
         messages
-    }
-}
-
-impl Drop for Provider {
-    fn drop(&mut self) {
-        let _ = self.process.kill();
-        let _ = self.process.wait();
     }
 }

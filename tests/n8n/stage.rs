@@ -1,6 +1,7 @@
 //! What each test plays on: one n8n with all workflows, the provider, and the service at the port
 //! that the workflows call. The tests take turns.
 
+use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -10,6 +11,7 @@ use serde_json::{Value, json};
 use super::helpers::postgres::free_port;
 use super::helpers::{Backend, Database, Reply, Service};
 use super::instance::Instance;
+use super::lossy::Lossy;
 use super::provider::Provider;
 
 /// How long a sender waits for an answer: longer than any workflow takes.
@@ -31,9 +33,14 @@ static STAGE: LazyLock<Mutex<Stage>> = LazyLock::new(|| Mutex::new(Stage::new())
 pub(crate) struct Stage {
     pub(crate) n8n: Instance,
     pub(crate) provider: Provider,
+    pub(crate) gate: Gate,
+}
+
+/// The service, where the workflows call it.
+pub(crate) struct Gate {
+    port: u16,
     /// None while it is down.
-    pub(crate) gate: Option<Service>,
-    gate_port: u16,
+    service: Option<Service>,
 }
 
 /// Takes the stage, with the service on an empty Postgres database.
@@ -44,8 +51,11 @@ pub(crate) fn stage() -> MutexGuard<'static, Stage> {
 /// Takes the stage, with the service on an empty database.
 pub(crate) fn stage_on(backend: Backend) -> MutexGuard<'static, Stage> {
     let mut stage = STAGE.lock().unwrap_or_else(PoisonError::into_inner);
-    stage.gate = None;
-    stage.open_gate_on(Arc::new(Database::new(backend)));
+    stage.gate.service = None;
+    stage.gate.open_on(Arc::new(Database::new(backend)));
+    if !stage.provider.runs() {
+        stage.provider.start();
+    }
     if !stage.n8n.runs() {
         stage.n8n.start();
     }
@@ -107,53 +117,78 @@ pub(crate) fn furnish(n8n: &mut Instance, secret: &str, gate_port: u16, provider
 
 impl Stage {
     fn new() -> Self {
-        let provider = Provider::start();
-        let gate_port = free_port();
+        let provider = Provider::new();
+        let gate = Gate {
+            port: free_port(),
+            service: None,
+        };
         let mut n8n = Instance::new("n8n");
-        furnish(&mut n8n, SECRET, gate_port, provider.port);
-        n8n.start();
+        furnish(&mut n8n, SECRET, gate.port, provider.port);
         Self {
             n8n,
             provider,
-            gate: None,
-            gate_port,
+            gate,
         }
     }
+}
 
-    /// The service, which runs.
-    pub(crate) fn gate(&self) -> &Service {
-        self.gate.as_ref().expect("the gate is open")
+impl Gate {
+    /// Starts the service on a database.
+    pub(crate) fn open_on(&mut self, database: Arc<Database>) {
+        let listen = format!("127.0.0.1:{}", self.port);
+        let settings = [("LISTEN", listen.as_str()), ("API_KEYS", API_KEYS)];
+        self.service = Some(Service::start_beside(database, &settings));
     }
 
-    /// Starts the service on a database, where the workflows call it.
-    pub(crate) fn open_gate_on(&mut self, database: Arc<Database>) {
-        let listen = format!("127.0.0.1:{}", self.gate_port);
-        let settings = [("LISTEN", listen.as_str()), ("API_KEYS", API_KEYS)];
-        self.gate = Some(Service::start_beside(database, &settings));
+    /// Moves the service to another port, and puts a proxy where it was.
+    pub(crate) fn open_behind_proxy(&mut self) -> Lossy {
+        let database = self.kill();
+        let service = Service::start_beside(database, &[("API_KEYS", API_KEYS)]);
+        let upstream = service.base.rsplit_once(':').unwrap().1.parse().unwrap();
+        self.service = Some(service);
+        Lossy::start(self.port, upstream)
     }
 
     /// Kills the service (-9), and gives the database that it leaves.
-    pub(crate) fn kill_gate(&mut self) -> Arc<Database> {
-        Arc::clone(&self.gate.take().expect("the gate is open").database)
+    pub(crate) fn kill(&mut self) -> Arc<Database> {
+        let service = self.service.take().expect("the gate is open");
+        Arc::clone(&service.database)
     }
 
-    /// Gets from the service.
-    pub(crate) fn get(&self, path: &str) -> Value {
-        self.gate()
-            .send("GET", path, &[("X-API-Key", SECRET)], b"")
-            .ok()
+    fn service(&self) -> &Service {
+        self.service.as_ref().expect("the gate is open")
     }
 
-    /// The entries of a status.
-    pub(crate) fn listed(&self, status: &str) -> Vec<Value> {
-        let mut list = self.get(&format!("/ledger?status={status}&limit=500"));
-        serde_json::from_value(list["entries"].take()).unwrap()
+    /// Lets the leases of all that is pending run out.
+    pub(crate) fn let_leases_run_out(&self) {
+        self.service().database.age_all(1_000);
     }
 
-    /// The ledger's entry of an order.
+    /// Posts to the service.
+    pub(crate) fn post(&self, path: &str, body: &Value) -> Value {
+        self.service().post_as(SECRET, path, body).ok()
+    }
+
+    fn entries(&self, query: &str) -> Vec<Value> {
+        let path = format!("/ledger?limit=500&{query}");
+        let reply = self
+            .service()
+            .send("GET", &path, &[("X-API-Key", SECRET)], b"");
+        serde_json::from_value(reply.ok()["entries"].take()).unwrap()
+    }
+
+    /// The orders whose entries have this status.
+    pub(crate) fn listed(&self, status: &str) -> BTreeSet<String> {
+        let entries = self.entries(&format!("status={status}"));
+        let order_id = |entry: &Value| entry["order_id"].as_str().unwrap().to_owned();
+        entries.iter().map(order_id).collect()
+    }
+
+    /// The ledger's entry of an order; null where there is none.
     pub(crate) fn entry_of(&self, order_id: &str) -> Value {
-        let mut list = self.get(&format!("/ledger?order_id={order_id}"));
-        list["entries"][0].take()
+        let mut entries = self.entries(&format!("order_id={order_id}"));
+        assert!(entries.len() <= 1, "{entries:?}");
+        entries.pop().unwrap_or_default()
     }
 }
 
