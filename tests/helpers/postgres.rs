@@ -156,7 +156,7 @@ impl Postgres {
 
     /// The URL of a database.
     pub(crate) fn url(&self, database: &str) -> String {
-        format!("postgres://postgres@127.0.0.1:{}/{database}", self.port)
+        format!("postgres://postgres@127.0.0.1:{}/{database}", self.port())
     }
 
     /// Makes a database, and gives its URL.

@@ -13,6 +13,12 @@ use super::helpers::service::Client;
 use super::helpers::{wait_until, wait_within};
 use super::stage::PATIENCE;
 
+/// The e-mail address and the password of the owner.
+pub(crate) const OWNER: (&str, &str) = ("owner@example.com", "Passw0rd-of-tests");
+
+/// The statuses of executions that have not ended.
+const UNFINISHED: [&str; 4] = ["", "new", "running", "waiting"];
+
 /// An n8n with a database of its own.
 pub(crate) struct Instance {
     database: String,
@@ -45,7 +51,11 @@ impl Instance {
         let mut command = Command::new(program);
         command
             .env_clear()
-            .env("PATH", std::env::var_os("PATH").unwrap())
+            .envs(
+                ["PATH", "NODE_PATH", "HOME"]
+                    .into_iter()
+                    .filter_map(|name| Some((name, std::env::var_os(name)?))),
+            )
             .env("DB_TYPE", "postgresdb")
             .env("DB_POSTGRESDB_HOST", "127.0.0.1")
             .env("DB_POSTGRESDB_PORT", SHARED.port().to_string())
@@ -53,7 +63,10 @@ impl Instance {
             .env("DB_POSTGRESDB_USER", "postgres")
             .env("DB_POSTGRESDB_PASSWORD", "none")
             .env("N8N_USER_FOLDER", self.folder.path())
-            .env("N8N_ENCRYPTION_KEY", "a key of the tests")
+            .env(
+                "N8N_ENCRYPTION_KEY",
+                format!("the key of {}", self.database),
+            )
             .env("N8N_LISTEN_ADDRESS", "127.0.0.1")
             .env("N8N_PORT", self.port.to_string())
             .env("N8N_RUNNERS_BROKER_PORT", free_port().to_string());
@@ -164,6 +177,11 @@ impl Instance {
             .unwrap()
     }
 
+    /// Where it serves.
+    pub(crate) fn url(&self) -> String {
+        self.client.base.clone()
+    }
+
     /// A client of this n8n.
     pub(crate) fn client(&self) -> Client {
         self.client.clone()
@@ -187,37 +205,61 @@ impl Instance {
             statuses = rows.lines().map(str::to_owned).collect();
             !statuses
                 .iter()
-                .any(|status| matches!(status.as_str(), "running" | "new" | "waiting"))
+                .any(|status| UNFINISHED.contains(&status.as_str()))
         });
         statuses
     }
 
-    /// Retries an execution as the editor does: what ran well is kept, and it goes on at the node that failed.
-    pub(crate) fn retry(&self, execution: u64) -> Value {
-        let json_type = ("Content-Type", "application/json");
-        let account = json!({"email": "owner@example.com", "firstName": "O", "lastName": "O", "password": "Passw0rd-of-tests"});
-        // Answers 400 where the owner is set up already.
-        self.client.post("/rest/owner/setup", &account);
-        let login =
-            json!({"emailOrLdapLoginId": account["email"], "password": account["password"]});
-        let session = self.client.post("/rest/login", &login);
+    /// How an execution ended.
+    pub(crate) fn outcome(&self, execution: u64) -> String {
+        let mut status = String::new();
+        wait_until("the execution has ended", || {
+            status = self.sql(&format!(
+                "SELECT status FROM execution_entity WHERE id = {execution}"
+            ));
+            !UNFINISHED.contains(&status.as_str())
+        });
+        status
+    }
+
+    /// Makes the account of the owner, unless it is there.
+    pub(crate) fn set_up_owner(&self) {
+        let owner =
+            json!({"email": OWNER.0, "password": OWNER.1, "firstName": "An", "lastName": "Owner"});
+        let reply = self.client.post("/rest/owner/setup", &owner);
+        assert!(matches!(reply.status, 200 | 400), "{}", reply.body);
+    }
+
+    /// Posts as the editor does, which its owner has opened.
+    fn post_as_owner(&self, path: &str, body: &Value) -> Value {
+        self.set_up_owner();
+        let owner = json!({"emailOrLdapLoginId": OWNER.0, "password": OWNER.1});
+        let session = self.client.post("/rest/login", &owner);
         assert_eq!(session.status, 200, "{}", session.body);
-        let cookie = session.headers["set-cookie"]
-            .to_str()
-            .unwrap()
-            .split(';')
-            .next()
-            .unwrap()
-            .to_owned();
-        let path = format!("/rest/executions/{execution}/retry");
+        let cookie = session.headers["set-cookie"].to_str().unwrap();
+        let headers = [
+            ("Content-Type", "application/json"),
+            ("Cookie", cookie.split(';').next().unwrap()),
+        ];
+        let body = body.to_string();
         self.client
-            .send(
-                "POST",
-                &path,
-                &[json_type, ("Cookie", &cookie)],
-                b"{\"loadWorkflow\": false}",
-            )
-            .ok()
+            .send("POST", path, &headers, body.as_bytes())
+            .ok()["data"]
+            .take()
+    }
+
+    /// Retries an execution: the editor's *Retry with original workflow*. What ran well is kept, and
+    /// it goes on at the node that failed, under an id of its own.
+    pub(crate) fn retry(&self, execution: u64) -> Value {
+        let path = format!("/rest/executions/{execution}/retry");
+        self.post_as_owner(&path, &json!({"loadWorkflow": false}))
+    }
+
+    /// Runs a workflow by hand, from a trigger: the editor's *Execute workflow*. Gives the execution.
+    pub(crate) fn execute(&self, workflow: &str, trigger: &str) -> u64 {
+        let path = format!("/rest/workflows/{workflow}/run");
+        let started = self.post_as_owner(&path, &json!({"triggerToStartFrom": {"name": trigger}}));
+        started["executionId"].as_str().unwrap().parse().unwrap()
     }
 
     /// What n8n has logged.

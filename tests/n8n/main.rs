@@ -12,5 +12,9 @@ mod lossy;
 mod provider;
 mod stage;
 
+mod comparison;
+mod editor;
 mod faults;
 mod orders;
+mod replicas;
+mod review;

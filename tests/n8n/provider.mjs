@@ -10,7 +10,7 @@
 //
 // For tests: PUT /behaviour {of, answers: [{charge, status, delay, drop}, …]} sets what the next requests for an order,
 // or the next searches for a reference, meet: charged or not, with this status, after so many ms, or the connection
-// dropped. GET /requests and /messages tell what came.
+// dropped. GET /requests tells what came, and DELETE /messages gives the messages and forgets them.
 import { createServer } from 'node:http';
 
 const charges = [];
@@ -62,7 +62,7 @@ function serve(request, response) {
       return answer(response, status, { data: charges.filter((charge) => reference === null || charge.reference === reference) });
     }
     case 'GET /requests': return answer(response, 200, requests);
-    case 'GET /messages': return answer(response, 200, messages);
+    case 'DELETE /messages': return answer(response, 200, messages.splice(0));
     case 'PUT /behaviour':
       behaviours.set(request.json.of, request.json.answers);
       return answer(response, 200, {});

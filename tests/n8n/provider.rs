@@ -99,9 +99,10 @@ impl Provider {
         requests
     }
 
-    /// The messages that were sent to a path.
-    pub(crate) fn messages(&self, path: &str) -> Vec<Value> {
-        let messages = self.client.get("/messages").ok();
+    /// The messages that were sent to a path since they were last taken. What was sent to other
+    /// paths is forgotten.
+    pub(crate) fn take_messages(&self, path: &str) -> Vec<Value> {
+        let messages = self.client.send("DELETE", "/messages", &[], b"").ok();
         let mut messages: Vec<Value> = serde_json::from_value(messages).unwrap();
         messages.retain(|message| message["path"] == path);
         messages

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use serde_json::{Value, json};
 
-use super::helpers::postgres::free_port;
+use super::helpers::postgres::{SHARED, free_port};
 use super::helpers::{Backend, Database, Reply, Service};
 use super::instance::Instance;
 use super::lossy::Lossy;
@@ -23,9 +23,12 @@ pub(crate) const API_KEYS: &str = "n8n:secret-of-n8n,shop:secret-of-shop";
 pub(crate) const SECRET: &str = "secret-of-n8n";
 
 /// The folder of the shipped workflows.
-const SHIPPED: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/n8n-workflows");
+pub(crate) const SHIPPED: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/n8n-workflows");
 /// The folder of workflows that only tests need.
 const OURS: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/n8n/workflows");
+
+/// The database of the workflow that uses raw SQL.
+pub(crate) const RAW_SQL: &str = "raw_sql";
 
 static STAGE: LazyLock<Mutex<Stage>> = LazyLock::new(|| Mutex::new(Stage::new()));
 
@@ -62,57 +65,52 @@ pub(crate) fn stage_on(backend: Backend) -> MutexGuard<'static, Stage> {
     stage
 }
 
-/// Copies workflows, with nothing but hosts and ports replaced, and gives them.
-pub(crate) fn copy_workflows(
-    from: &str,
-    to: &Path,
-    gate_port: u16,
-    provider_port: u16,
-) -> Vec<Value> {
-    let mut files: Vec<PathBuf> = std::fs::read_dir(from)
-        .unwrap()
-        .map(|file| file.unwrap().path())
-        .collect();
-    files.sort();
-    let copy = |path: PathBuf| {
-        let text = std::fs::read_to_string(&path)
-            .unwrap()
-            .replace("dedup-gate:8080", &format!("127.0.0.1:{gate_port}"))
-            .replace("payments.example", &format!("127.0.0.1:{provider_port}"))
-            .replace("alerts.example", &format!("127.0.0.1:{provider_port}"));
-        std::fs::write(to.join(path.file_name().unwrap()), &text).unwrap();
-        serde_json::from_str(&text).expect("JSON")
-    };
-    files.into_iter().map(copy).collect()
-}
-
-/// The credential that the workflows name, as n8n imports it.
-pub(crate) fn credential(secret: &str) -> Value {
-    json!({"id": "dedupGateHdrAuth", "name": "dedup-gate API key", "type": "httpHeaderAuth",
-        "data": {"name": "X-API-Key", "value": secret}})
-}
-
-/// Imports the credential and all workflows into an n8n that does not run, and publishes them.
-pub(crate) fn furnish(n8n: &mut Instance, secret: &str, gate_port: u16, provider_port: u16) {
+/// Imports the credentials that the workflows name into an n8n.
+pub(crate) fn import_credentials(n8n: &Instance, secret: &str) {
+    let gate = json!({"id": "dedupGateHdrAuth", "name": "dedup-gate API key", "type": "httpHeaderAuth",
+        "data": {"name": "X-API-Key", "value": secret}});
+    let raw_sql = json!({"id": "rawSqlDatabase01", "name": "Raw SQL", "type": "postgres",
+        "data": {"host": "127.0.0.1", "port": SHARED.port(), "database": RAW_SQL, "user": "postgres",
+            "password": "none", "ssl": "disable"}});
     let folder = tempfile::tempdir().unwrap();
-    let (workflows, credentials) = (
-        folder.path().join("workflows"),
-        folder.path().join("credentials"),
-    );
-    std::fs::create_dir(&workflows).unwrap();
-    std::fs::create_dir(&credentials).unwrap();
-    std::fs::write(
-        credentials.join("gate.json"),
-        credential(secret).to_string(),
-    )
-    .unwrap();
-    n8n.import("credentials", &credentials);
-    let mut copied = copy_workflows(SHIPPED, &workflows, gate_port, provider_port);
-    copied.extend(copy_workflows(OURS, &workflows, gate_port, provider_port));
-    n8n.import("workflow", &workflows);
-    for workflow in copied {
-        n8n.publish(&workflow);
+    for (file, credential) in [("gate.json", gate), ("raw-sql.json", raw_sql)] {
+        std::fs::write(folder.path().join(file), credential.to_string()).unwrap();
     }
+    n8n.import("credentials", folder.path());
+}
+
+/// Imports the credentials and all workflows into an n8n that does not run, and publishes them.
+pub(crate) fn furnish(n8n: &mut Instance, gate: &Gate, provider: &Provider, secret: &str) {
+    import_credentials(n8n, secret);
+    let folder = tempfile::tempdir().unwrap();
+    let mut workflows: Vec<Value> = Vec::new();
+    for file in [SHIPPED, OURS].map(files_in).concat() {
+        let text = localised(&file, gate, provider);
+        std::fs::write(folder.path().join(file.file_name().unwrap()), &text).unwrap();
+        workflows.push(serde_json::from_str(&text).unwrap());
+    }
+    n8n.import("workflow", folder.path());
+    for workflow in &workflows {
+        n8n.publish(workflow);
+    }
+}
+
+/// A workflow's file, with the hosts and ports replaced.
+pub(crate) fn localised(file: &Path, gate: &Gate, provider: &Provider) -> String {
+    let [gate, provider] = [gate.port, provider.port].map(|port| format!("127.0.0.1:{port}"));
+    std::fs::read_to_string(file)
+        .unwrap()
+        .replace("dedup-gate:8080", &gate)
+        .replace("payments.example", &provider)
+        .replace("alerts.example", &provider)
+}
+
+/// The files in a folder, in the order of their names.
+pub(crate) fn files_in(folder: &str) -> Vec<PathBuf> {
+    let files = std::fs::read_dir(folder).unwrap();
+    let mut files: Vec<PathBuf> = files.map(|file| file.unwrap().path()).collect();
+    files.sort();
+    files
 }
 
 impl Stage {
@@ -123,7 +121,7 @@ impl Stage {
             service: None,
         };
         let mut n8n = Instance::new("n8n");
-        furnish(&mut n8n, SECRET, gate.port, provider.port);
+        furnish(&mut n8n, &gate, &provider, SECRET);
         Self {
             n8n,
             provider,
