@@ -5,6 +5,7 @@
 //   node tests/n8n/editor.cjs N8N_URL EMAIL PASSWORD API_KEY SHIPPED COPIES PICTURES
 const { readdirSync } = require('node:fs');
 const { basename, join } = require('node:path');
+const { default: binary } = require('@sparticuz/chromium');
 const { chromium, selectors } = require('playwright-core');
 
 const [url, email, password, apiKey, shipped, copies, pictures] = process.argv.slice(2);
@@ -67,9 +68,9 @@ async function publish(page) {
 
 (async () => {
   selectors.setTestIdAttribute('data-test-id');
-  // Without the last ones it looks about for servers of its maker.
+  // Unpacked into the folder for temporary files. Without the last arguments it looks about for servers of its maker.
   const browser = await chromium.launch({
-    executablePath: '/usr/bin/chromium',
+    executablePath: await binary.executablePath(),
     args: ['--no-sandbox', '--disable-gpu', '--disable-quic', '--no-first-run', '--disable-background-networking', '--disable-component-update', '--disable-sync'],
   });
   const page = await browser.newPage({ viewport: { width: 1600, height: 900 } });

@@ -20,12 +20,14 @@ fn a_workflow_is_imported_by_hand() {
         let copy = localised(file, &stage.gate, &stage.provider);
         std::fs::write(copies.path().join(file.file_name().unwrap()), copy).unwrap();
     }
+    let temporary = tempfile::tempdir().unwrap();
     let script = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/n8n/editor.cjs");
     let browsing = said_by(
         n8n.command("node")
             .args([script, &n8n.url(), OWNER.0, OWNER.1, SECRET, SHIPPED])
             .arg(copies.path())
-            .arg(PICTURES),
+            .arg(PICTURES)
+            .env("TMPDIR", temporary.path()),
     );
     browsing.unwrap();
     for webhook in ["dedup-gate", "order-triage"] {

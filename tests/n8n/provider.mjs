@@ -4,8 +4,8 @@
 //
 // POST /charges {order_id, amount, reference?}   charges each time it is asked: no idempotency key
 // GET  /charges?reference=R                      {"data": [charges with this reference]}
-// POST /v1/payment_intents, Idempotency-Key      charges once a key, as Stripe does (a form; metadata[order_id])
-// POST /v2/checkout/orders, PayPal-Request-Id    charges once a key, as PayPal does
+// POST /v1/payment_intents, Idempotency-Key      charges once a key, and repeats its answer (a form; metadata[order_id])
+// POST /v2/checkout/orders, PayPal-Request-Id    the same, in JSON
 // POST any other path                            keeps the message
 //
 // For tests: PUT /behaviour {of, answers: [{charge, status, delay, drop}, …]} sets what the next requests for an order,
@@ -17,7 +17,8 @@ const charges = [];
 const messages = [];
 const requests = [];
 const behaviours = new Map();
-const byKey = new Map();
+// What each idempotency key was answered.
+const answers = new Map();
 
 const creations = {
   '/charges': (request) => ({ order_id: String(request.json.order_id), amount: request.json.amount, reference: request.json.reference }),
@@ -31,13 +32,11 @@ const creations = {
   }),
 };
 
-function create({ key, ...charge }) {
-  if (byKey.has(key)) return byKey.get(key);
-  const created = { id: `ch_${charges.length + 1}`, ...charge };
-  charges.push(created);
-  if (key) byKey.set(key, created);
-  console.log(`charged ${created.amount} for ${created.order_id}: ${created.id}`);
-  return created;
+function create(wanted) {
+  const charge = { id: `ch_${charges.length + 1}`, ...wanted };
+  charges.push(charge);
+  console.log(`charged ${charge.amount} for ${charge.order_id}: ${charge.id}`);
+  return charge;
 }
 
 function answer(response, status, body) {
@@ -52,8 +51,12 @@ function serve(request, response) {
     const wanted = creation(request);
     const { charge = true, status = 201, delay = 0, drop = false } = behaviours.get(wanted.order_id)?.shift() ?? {};
     requests.push({ ...wanted, path: pathname });
-    const body = charge ? create(wanted) : { message: 'told to misbehave' };
-    return setTimeout(() => (drop ? request.socket.destroy() : answer(response, status, body)), delay);
+    const stored = answers.get(wanted.key);
+    const body = stored?.body ?? (charge ? create(wanted) : { message: 'told to misbehave' });
+    // As Stripe does: refusals are repeated too, but not what was turned away before it was looked at.
+    if (wanted.key && !stored && status !== 429) answers.set(wanted.key, { status: charge ? 201 : status, body });
+    const replied = stored && status === 201 ? stored.status : status;
+    return setTimeout(() => (drop ? request.socket.destroy() : answer(response, replied, body)), delay);
   }
   switch (`${request.method} ${pathname}`) {
     case 'GET /charges': {
