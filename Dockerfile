@@ -41,6 +41,10 @@ RUN apt-get update \
  && rm -rf /var/lib/apt/lists/* \
  && install --directory --owner=10001 --group=10001 --mode=0750 /data
 
+# For n8n: deploy/self-hosted-ai-starter-kit takes both from here.
+COPY n8n-workflows /usr/share/dedup-gate/n8n-workflows
+COPY deploy/self-hosted-ai-starter-kit/import.sh /usr/share/dedup-gate/import.sh
+
 COPY --from=build /build/target/release/dedup-gate /usr/local/bin/dedup-gate
 
 # Beyond loopback the service refuses to start without API_KEYS, which has no default on purpose.
