@@ -166,7 +166,7 @@ impl Instance {
     }
 
     /// Runs SQL on n8n's own database.
-    fn sql(&self, sql: &str) -> String {
+    pub(crate) fn sql(&self, sql: &str) -> String {
         SHARED.try_sql(&self.database, sql).unwrap()
     }
 

@@ -15,6 +15,7 @@ mod stage;
 mod comparison;
 mod editor;
 mod faults;
+mod kit;
 mod orders;
 mod replicas;
 mod review;
