@@ -17,7 +17,7 @@ fn a_workflow_is_imported_by_hand() {
     std::fs::create_dir_all(PICTURES).unwrap();
     let copies = tempfile::tempdir().unwrap();
     for file in &files_in(SHIPPED)[..2] {
-        let copy = localised(file, &stage.gate, &stage.provider);
+        let copy = localised(file, stage.gate.port, stage.provider.port);
         std::fs::write(copies.path().join(file.file_name().unwrap()), copy).unwrap();
     }
     let temporary = tempfile::tempdir().unwrap();

@@ -12,8 +12,7 @@ use tempfile::TempDir;
 use super::helpers::postgres::{Postgres, free_port, said_by};
 use super::helpers::{Backend, Database, Service, wait_until};
 use super::instance::Instance;
-use super::provider::Provider;
-use super::stage::{copy_workflows, order};
+use super::stage::{files_in, localised, order, stage};
 
 const PROJECT: &str = env!("CARGO_MANIFEST_DIR");
 /// What is merged with the kit's own file.
@@ -344,10 +343,19 @@ fn the_kits_own_import_may_fail() {
 fn n8n_gets_the_credential_and_the_workflows() {
     let kit = Kit::new();
     kit.make_image();
-    let (gate_port, mut provider) = (free_port(), Provider::new());
-    provider.start();
+    // Only for its turn, and its provider: two n8n at once are much for a small machine.
+    let stage = stage();
+    let (gate_port, provider) = (free_port(), &stage.provider);
     let folder = kit.path("image/n8n-workflows");
-    let shipped = copy_workflows(folder.to_str().unwrap(), &folder, gate_port, provider.port);
+    let localise = |file: PathBuf| -> Value {
+        let text = localised(&file, gate_port, provider.port);
+        std::fs::write(file, &text).unwrap();
+        serde_json::from_str(&text).unwrap()
+    };
+    let shipped: Vec<Value> = files_in(folder.to_str().unwrap())
+        .into_iter()
+        .map(localise)
+        .collect();
     let mut n8n = Instance::new("kit");
     let workflows = |n8n: &Instance| {
         n8n.sql(r#"SELECT id || ' ' || name || ' ' || active FROM workflow_entity ORDER BY id COLLATE "C""#)

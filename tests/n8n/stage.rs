@@ -41,7 +41,7 @@ pub(crate) struct Stage {
 
 /// The service, where the workflows call it.
 pub(crate) struct Gate {
-    port: u16,
+    pub(crate) port: u16,
     /// None while it is down.
     service: Option<Service>,
 }
@@ -85,7 +85,7 @@ pub(crate) fn furnish(n8n: &mut Instance, gate: &Gate, provider: &Provider, secr
     let folder = tempfile::tempdir().unwrap();
     let mut workflows: Vec<Value> = Vec::new();
     for file in [SHIPPED, OURS].map(files_in).concat() {
-        let text = localised(&file, gate, provider);
+        let text = localised(&file, gate.port, provider.port);
         std::fs::write(folder.path().join(file.file_name().unwrap()), &text).unwrap();
         workflows.push(serde_json::from_str(&text).unwrap());
     }
@@ -96,8 +96,8 @@ pub(crate) fn furnish(n8n: &mut Instance, gate: &Gate, provider: &Provider, secr
 }
 
 /// A workflow's file, with the hosts and ports replaced.
-pub(crate) fn localised(file: &Path, gate: &Gate, provider: &Provider) -> String {
-    let [gate, provider] = [gate.port, provider.port].map(|port| format!("127.0.0.1:{port}"));
+pub(crate) fn localised(file: &Path, gate_port: u16, provider_port: u16) -> String {
+    let [gate, provider] = [gate_port, provider_port].map(|port| format!("127.0.0.1:{port}"));
     std::fs::read_to_string(file)
         .unwrap()
         .replace("dedup-gate:8080", &gate)
