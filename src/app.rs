@@ -11,7 +11,7 @@ use tokio::signal::unix::{SignalKind, signal};
 
 use crate::api::{self, auth::ApiKeys};
 use crate::config::{Command, Database, Settings};
-use crate::gate::Gate;
+use crate::gate::{Gate, LaneLimits};
 use crate::store::postgres::PostgresStore;
 use crate::store::sqlite::SqliteStore;
 use crate::store::{StartError, Store};
@@ -48,7 +48,11 @@ async fn serve(settings: &Settings) -> Result<(), String> {
         );
     }
     let (store, connections) = open_store(settings).await?;
-    let gate = web::Data::new(Gate::new(store, connections));
+    let limits = LaneLimits {
+        queue: settings.claim_queue as usize,
+        batch: settings.claim_batch as usize,
+    };
+    let gate = web::Data::new(Gate::new(store, connections, limits));
     let api_keys = web::Data::new(ApiKeys::new(
         keys.iter()
             .map(|key| (key.name.as_str(), key.secret.expose_secret())),

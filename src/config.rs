@@ -47,6 +47,16 @@ pub struct Settings {
           value_parser = clap::value_parser!(u32).range(1..=1000))]
     pub database_connections: u32,
 
+    /// How many claims may wait to be decided
+    #[arg(long, env, global = true, value_name = "NUMBER", default_value_t = 4096,
+          value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
+    pub claim_queue: u32,
+
+    /// How many claims go into one statement at most
+    #[arg(long, env, global = true, value_name = "NUMBER", default_value_t = 256,
+          value_parser = clap::value_parser!(u32).range(1..=1000))]
+    pub claim_batch: u32,
+
     /// Where to listen: ADDRESS:PORT. Beyond loopback, API_KEYS is required
     #[arg(
         long,

@@ -350,7 +350,11 @@ pub async fn claim(
         return Err(first_faults(faults).into());
     }
 
-    let decided = gate.claim(claims).await?;
+    let decided = if is_array {
+        gate.claim_all(claims).await?
+    } else {
+        vec![gate.claim(claims.remove(0)).await?]
+    };
     let mut verdicts = Vec::with_capacity(decided.len());
     let mut reused = Vec::new();
     for (index, (verdict, about_key)) in decided.into_iter().zip(warnings).enumerate() {

@@ -270,7 +270,7 @@ pub async fn pending(
             .unwrap_or_default(),
         door: Door::Ledger,
     };
-    let verdict = gate.claim(vec![claim]).await?.remove(0);
+    let verdict = gate.claim(claim).await?;
     verdict
         .map(|verdict| Json(VerdictReply::new(verdict, Vec::new())))
         .map_err(|_| Problem::key_reused(std::iter::once("/payload".to_owned())))

@@ -312,6 +312,17 @@ pub enum Found {
     Known(KeyState),
 }
 
+/// How the claims of a batch belong together.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Batch {
+    /// An array that one caller sent. Of several claims on one key the first has the answer; the
+    /// later ones are duplicates, whatever their claimants.
+    Array,
+    /// Callers who know nothing of each other, and happen to ask at the same time. Each has the
+    /// answer that it would have, had they asked one after the other.
+    Lane,
+}
+
 /// What a batch of claims asks the store to write for one key.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Write {
@@ -321,20 +332,22 @@ pub struct Write {
     pub state: KeyState,
     /// Whether more than the counters changed.
     pub changed: bool,
+    /// Whether it changed again after that: a row that the batch has made does not say all then.
+    pub changed_again: bool,
     /// How many duplicates were turned away.
     pub seen: u64,
     /// What to add to the history.
     pub events: Vec<Event>,
 }
 
-/// Decides a batch of claims, in their order. Of several claims on one key the first has the
-/// answer; the later ones are duplicates, whoever sends them.
+/// Decides a batch of claims, in their order.
 ///
 /// # Panics
 ///
 /// Where `found` lacks the key of a claim: to go on would be to guess.
 pub fn decide_all(
     claims: &[Claim],
+    batch: Batch,
     found: &BTreeMap<IdempotencyKey, Found>,
     now: Time,
     replay_window: TimeDelta,
@@ -342,11 +355,10 @@ pub fn decide_all(
     let mut writes: BTreeMap<IdempotencyKey, Write> = BTreeMap::new();
     let mut verdicts = Vec::with_capacity(claims.len());
     for claim in claims {
-        let decision = match writes.get(&claim.key) {
-            Some(write) if !write.state.window_passed(now) && is_mismatch(&write.state, claim) => {
-                Err(KeyReused)
-            }
-            Some(write) => Ok(turn_away(&write.state, now)),
+        let decision = match writes.get(&claim.key).map(|write| &write.state) {
+            Some(state) if batch == Batch::Lane => decide(Some(state), claim, now, replay_window),
+            Some(state) if !state.window_passed(now) && is_mismatch(state, claim) => Err(KeyReused),
+            Some(state) => Ok(turn_away(state, now)),
             None => match found.get(&claim.key) {
                 Some(Found::Known(state)) => decide(Some(state), claim, now, replay_window),
                 Some(Found::New(at)) => decide(None, claim, *at, replay_window),
@@ -358,6 +370,7 @@ pub fn decide_all(
                 key: claim.key.clone(),
                 state: decision.state.clone(),
                 changed: false,
+                changed_again: false,
                 seen: 0,
                 events: Vec::new(),
             });
@@ -366,6 +379,7 @@ pub fn decide_all(
                 Change::None => {}
                 Change::Seen => write.seen += 1,
                 Change::State(events) => {
+                    write.changed_again = write.changed;
                     write.changed = true;
                     write.events.extend_from_slice(events);
                 }

@@ -16,7 +16,7 @@ use diesel::result::{DatabaseErrorKind, Error as DieselError};
 
 use self::rows::{GateRow, LedgerRow, Seen};
 use crate::domain::Time;
-use crate::domain::claim::{Claim, KeyReused, Verdict};
+use crate::domain::claim::{Batch, Claim, KeyReused, Verdict};
 use crate::domain::ledger::{Event, KeyState, Refusal, Report, Status};
 use crate::domain::text::IdempotencyKey;
 
@@ -24,13 +24,18 @@ use crate::domain::text::IdempotencyKey;
 /// thread that makes it, and has either happened wholly or not at all when it fails; only
 /// where the connection broke during the commit nobody knows, and asking again tells.
 pub trait Store: Send + Sync {
-    /// Decides a batch of claims, in their order. One key that is reused with another payload
-    /// refuses the whole batch: then nothing is written, and the claims at fault say so.
+    /// Decides a batch of claims, in their order. In [`Batch::Array`], one key that is reused
+    /// with another payload refuses them all: then nothing is written, and the claims at fault
+    /// say so.
     ///
     /// # Errors
     ///
     /// The database could not do it.
-    fn claim(&self, claims: &[Claim]) -> Result<Vec<Result<Verdict, KeyReused>>, StoreError>;
+    fn claim(
+        &self,
+        claims: &[Claim],
+        batch: Batch,
+    ) -> Result<Vec<Result<Verdict, KeyReused>>, StoreError>;
 
     /// Records what became of the work; none where the key is unknown.
     ///

@@ -1217,7 +1217,7 @@ mod batch {
         found: &BTreeMap<IdempotencyKey, Found>,
         now: Time,
     ) -> (Vec<Result<Verdict, KeyReused>>, Vec<Write>) {
-        decide_all(claims, found, now, seconds(REPLAY))
+        decide_all(claims, Batch::Array, found, now, seconds(REPLAY))
     }
 
     /// The verdicts of a batch without a mismatch, and the one write it asks for.
@@ -1241,6 +1241,81 @@ mod batch {
             .iter()
             .map(|verdict| (verdict.claimed, verdict.replayed))
             .collect()
+    }
+
+    /// The verdicts of claims that come one after the other, each with the state that the one
+    /// before it left.
+    fn ask_in_turn(claims: &[Claim], found: &Found) -> Vec<Result<Verdict, KeyReused>> {
+        let mut found = found.clone();
+        claims
+            .iter()
+            .map(|claim| {
+                let alone = BTreeMap::from([(key("k"), found.clone())]);
+                let (mut verdicts, writes) = ask_all(std::slice::from_ref(claim), &alone, soon());
+                if let Some(write) = writes.into_iter().next() {
+                    found = Found::Known(write.state);
+                }
+                verdicts.remove(0)
+            })
+            .collect()
+    }
+
+    #[test]
+    fn in_the_lane_each_has_the_answer_of_its_turn() {
+        let asked = [
+            gate(a()),
+            gate(b()),
+            gate(None),
+            gate_pending(a()),
+            gate_pending(b()),
+            take_over(gate_pending(b())),
+            with_payload("P", gate(a())),
+            with_payload("Q", gate(b())),
+        ];
+        let states = [
+            Found::New(soon()),
+            Found::Known(claimed(a())),
+            Found::Known(pending(a())),
+            Found::Known(failed(a())),
+            Found::Known(first_claimed_with("P", done(a()))),
+        ];
+        for found in &states {
+            for first in &asked {
+                for second in &asked {
+                    for third in &asked {
+                        let claims = [first.clone(), second.clone(), third.clone()];
+                        let all = BTreeMap::from([(key("k"), found.clone())]);
+                        let (verdicts, writes) =
+                            decide_all(&claims, Batch::Lane, &all, soon(), seconds(REPLAY));
+                        assert_eq!(verdicts, ask_in_turn(&claims, found), "{claims:?}");
+                        let last = verdicts
+                            .iter()
+                            .rev()
+                            .find_map(|verdict| verdict.as_ref().ok());
+                        let left = writes.first().map(|write| &write.state);
+                        assert_eq!(left, last.map(|verdict| &verdict.state));
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn what_the_lane_changes_after_it_made_the_row_is_told() {
+        let ask = |claims: &[Claim]| {
+            let found = new(&["k"], soon());
+            let (_, mut writes) = decide_all(claims, Batch::Lane, &found, soon(), seconds(REPLAY));
+            let write = writes.remove(0);
+            (write.changed_again, write.state.in_ledger)
+        };
+        assert_eq!(ask(&[gate(a())]), (false, false));
+        assert_eq!(ask(&[gate_pending(a())]), (false, true));
+        assert_eq!(ask(&[gate(a()), gate(b()), gate(a())]), (false, false));
+        assert_eq!(ask(&[gate(a()), gate_pending(a())]), (true, true));
+        assert_eq!(
+            ask(&[gate(a()), gate_pending(a()), gate(b())]),
+            (true, true)
+        );
     }
 
     #[test]
@@ -1344,6 +1419,7 @@ mod batch {
         let seen: Vec<_> = verdicts.iter().map(|v| v.state.seen_again).collect();
         assert_eq!(seen, [3, 4, 5]);
         let expected = Write {
+            changed_again: false,
             key: key("k"),
             state: KeyState {
                 seen_again: 5,

@@ -23,7 +23,7 @@ use super::schema::{
 };
 use super::{Entry, Filter, Page, Settled, StartError, Store, StoreError};
 use crate::domain::Time;
-use crate::domain::claim::{Claim, Found, KeyReused, Verdict, Write, decide_all};
+use crate::domain::claim::{Batch, Claim, Found, KeyReused, Verdict, Write, decide_all};
 use crate::domain::ledger::{Event, Report, settle};
 use crate::domain::text::IdempotencyKey;
 
@@ -32,18 +32,36 @@ const MIGRATIONS: EmbeddedMigrations = embed_migrations!("migrations/postgres");
 /// How long a connection may take, be it a new one or one of the pool.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// A transaction that the server rolled back (a deadlock, say) is tried again this often, and
-/// only within this time.
-const TRIES: u32 = 3;
+/// How long a transaction waits for the locks of others, and how often it is tried that the
+/// server rolled back (a deadlock, say).
+#[derive(Clone, Copy)]
+struct Patience {
+    lock_timeout: &'static str,
+    tries: u32,
+}
+
+/// For a caller of one's own.
+const PATIENT: Patience = Patience {
+    lock_timeout: "1500ms",
+    tries: 3,
+};
+
+/// For the lane: others wait behind it, and each of its claims is tried alone afterwards.
+const HURRIED: Patience = Patience {
+    lock_timeout: "200ms",
+    tries: 1,
+};
+
+/// Within this time a transaction is tried again.
 const RETRY_WITHIN: Duration = Duration::from_millis(1500);
 
 /// How often a row is tried to be made that is neither made nor there.
 const INSERT_TRIES: u32 = 5;
 
-/// Set in each transaction, not in the session, so that they hold behind a pooler too. A claim
-/// is never confirmed before it is flushed, whatever the server's default.
-const SETTINGS: &str = "SET LOCAL lock_timeout = '1500ms'; \
-    SET LOCAL statement_timeout = '2s'; \
+/// Set in each transaction, not in the session, so that they hold behind a pooler too; with
+/// the `lock_timeout` before. A claim is never confirmed before it is flushed, whatever the
+/// server's default.
+const SETTINGS: &str = "SET LOCAL statement_timeout = '2s'; \
     SET LOCAL idle_in_transaction_session_timeout = '5s'; \
     SELECT set_config('synchronous_commit', 'on', true) \
     WHERE current_setting('synchronous_commit') = 'off'";
@@ -182,9 +200,14 @@ impl PostgresStore {
     /// there is time; a commit whose answer was lost is not, for it may have happened.
     fn transact<T>(
         &self,
+        patience: Patience,
         work: impl Fn(&mut PgConnection) -> Result<T, Undo<T>>,
     ) -> Result<T, StoreError> {
         let begun = Clock::now();
+        let settings = format!(
+            "SET LOCAL lock_timeout = '{}'; {SETTINGS}",
+            patience.lock_timeout
+        );
         let mut connection = self.pool.get()?;
         let mut tries = 1;
         loop {
@@ -192,13 +215,15 @@ impl PostgresStore {
                 .build_transaction()
                 .read_committed()
                 .run(|connection| {
-                    connection.batch_execute(SETTINGS)?;
+                    connection.batch_execute(&settings)?;
                     work(connection)
                 });
             match done {
                 Ok(answer) => return Ok(answer),
                 Err(Undo::Answer(answer)) => return Ok(*answer),
-                Err(Undo::RolledBack(error)) if tries < TRIES && begun.elapsed() < RETRY_WITHIN => {
+                Err(Undo::RolledBack(error))
+                    if tries < patience.tries && begun.elapsed() < RETRY_WITHIN =>
+                {
                     log::debug!("trying a transaction again: {error}");
                     tries += 1;
                 }
@@ -479,7 +504,10 @@ fn write_all(
     let opened: Vec<&str> = changed
         .iter()
         .filter(|write| write.state.in_ledger)
-        .filter(|write| matches!(&found[&write.key], Found::Known(state) if !state.in_ledger))
+        .filter(|write| match &found[&write.key] {
+            Found::Known(state) => !state.in_ledger,
+            Found::New(_) => write.changed_again,
+        })
         .map(|write| write.key.as_str())
         .collect();
     if !opened.is_empty() {
@@ -488,7 +516,8 @@ fn write_all(
     // A row that was made just now says all this already.
     let claimed_anew: Vec<GateRow> = changed
         .iter()
-        .filter(|write| !write.state.in_ledger && matches!(found[&write.key], Found::Known(_)))
+        .filter(|write| !write.state.in_ledger)
+        .filter(|write| write.changed_again || matches!(found[&write.key], Found::Known(_)))
         .map(|write| GateRow::of_state(&write.key, &write.state))
         .collect();
     write_gate(connection, &claimed_anew)?;
@@ -650,13 +679,21 @@ fn read_history(
 }
 
 impl Store for PostgresStore {
-    fn claim(&self, claims: &[Claim]) -> Result<Vec<Result<Verdict, KeyReused>>, StoreError> {
+    fn claim(
+        &self,
+        claims: &[Claim],
+        batch: Batch,
+    ) -> Result<Vec<Result<Verdict, KeyReused>>, StoreError> {
         let firsts = super::first_of_each_key(claims);
-        self.transact(|connection| {
+        let patience = match batch {
+            Batch::Lane if claims.len() > 1 => HURRIED,
+            _ => PATIENT,
+        };
+        self.transact(patience, |connection| {
             let found = find(connection, &firsts)?;
             let now = clock(connection)?;
-            let (verdicts, writes) = decide_all(claims, &found, now, self.replay_window);
-            if verdicts.iter().any(Result::is_err) {
+            let (verdicts, writes) = decide_all(claims, batch, &found, now, self.replay_window);
+            if batch == Batch::Array && verdicts.iter().any(Result::is_err) {
                 return Err(Undo::Answer(Box::new(verdicts)));
             }
             write_all(connection, &writes, &found)?;
@@ -666,7 +703,7 @@ impl Store for PostgresStore {
 
     fn settle(&self, report: &Report) -> Result<Option<Settled>, StoreError> {
         let key = &report.key;
-        self.transact(|connection| {
+        self.transact(PATIENT, |connection| {
             let row = lock_gate(connection, &[key.as_str()])?.remove(key.as_str());
             let entry = lock_ledger(connection, &[key.as_str()])?.remove(key.as_str());
             let Some(state) = rows::state(row.as_ref(), entry.as_ref())? else {

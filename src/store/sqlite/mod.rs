@@ -22,7 +22,7 @@ use super::rows::{self, At, GateRow, HistoryRow, LedgerRow};
 use super::schema::{processed_orders as gate, run_history as history, run_ledger as ledger};
 use super::{Entry, Filter, Page, Settled, StartError, Store, StoreError};
 use crate::domain::Time;
-use crate::domain::claim::{Claim, Found, KeyReused, Verdict, Write, decide, decide_all};
+use crate::domain::claim::{Batch, Claim, Found, KeyReused, Verdict, Write, decide, decide_all};
 use crate::domain::ledger::{Event, KeyState, Report, settle};
 use crate::domain::text::IdempotencyKey;
 
@@ -284,10 +284,15 @@ fn write(
     if write.changed {
         if write.state.in_ledger {
             write_entry(connection, &write.key, &write.state)?;
-            if matches!(found, Found::Known(state) if !state.in_ledger) {
+            let is_marked = match found {
+                Found::Known(state) => state.in_ledger,
+                Found::New(_) => !write.changed_again,
+            };
+            if !is_marked {
                 mark_opened(connection, &write.key)?;
             }
-        } else {
+        } else if write.changed_again || matches!(found, Found::Known(_)) {
+            // A row that was made just now says all this already.
             write_gate(connection, &write.key, &write.state)?;
         }
         write_events(connection, &write.key, &write.events)?;
@@ -386,7 +391,11 @@ fn read_history(
 }
 
 impl Store for SqliteStore {
-    fn claim(&self, claims: &[Claim]) -> Result<Vec<Result<Verdict, KeyReused>>, StoreError> {
+    fn claim(
+        &self,
+        claims: &[Claim],
+        batch: Batch,
+    ) -> Result<Vec<Result<Verdict, KeyReused>>, StoreError> {
         let firsts = super::first_of_each_key(claims);
         self.transact(|connection| {
             let now = clock();
@@ -394,8 +403,8 @@ impl Store for SqliteStore {
             for (&key, claim) in &firsts {
                 found.insert(key.clone(), find(connection, claim, now)?);
             }
-            let (verdicts, writes) = decide_all(claims, &found, now, self.replay_window);
-            if verdicts.iter().any(Result::is_err) {
+            let (verdicts, writes) = decide_all(claims, batch, &found, now, self.replay_window);
+            if batch == Batch::Array && verdicts.iter().any(Result::is_err) {
                 return Err(Undo::Answer(Box::new(verdicts)));
             }
             for changes in &writes {

@@ -1,0 +1,196 @@
+//! Claims that are decided together know nothing of each other.
+
+use std::io::{BufRead, BufReader, Write};
+use std::process::{Child, Command, Stdio};
+use std::sync::Barrier;
+
+use serde_json::{Value, json};
+
+use super::helpers::postgres::Postgres;
+use super::helpers::raw::Connection;
+use super::helpers::service::Client;
+use super::helpers::{Backend, Database, Reply, Service, on_both, wait_until};
+
+/// Sends all claims at the same time, each on a connection of its own.
+fn claim_at_once(service: &Client, claims: &[Value]) -> Vec<Reply> {
+    let start = Barrier::new(claims.len());
+    std::thread::scope(|scope| {
+        let senders: Vec<_> = claims
+            .iter()
+            .map(|claim| {
+                let start = &start;
+                scope.spawn(move || {
+                    start.wait();
+                    service.post("/claim", claim)
+                })
+            })
+            .collect();
+        senders
+            .into_iter()
+            .map(|sender| sender.join().unwrap())
+            .collect()
+    })
+}
+
+#[test]
+fn a_reused_key_refuses_nobody_elses_claim() {
+    on_both(|service| {
+        service.claim(json!({"idempotency_key": "reused", "payload": 1}));
+        for round in 0..10 {
+            let claims: Vec<Value> = (0..32)
+                .map(|number| match number % 2 {
+                    0 => json!({"idempotency_key": "reused", "payload": 2}),
+                    _ => json!({"idempotency_key": format!("{round}-{number}"), "claimant": "a"}),
+                })
+                .collect();
+            for (number, reply) in claim_at_once(service, &claims).into_iter().enumerate() {
+                if number % 2 == 0 {
+                    assert_eq!(reply.problem(422), "key_reused");
+                } else {
+                    assert_eq!(reply.ok()["claimed"], true);
+                }
+            }
+        }
+        assert_eq!(service.entry("reused")["seen_again"], 0);
+    });
+}
+
+/// The same claimant sends its claim again while the first one is on its way, and opens the entry
+/// with a third.
+#[test]
+fn a_claimant_that_repeats_itself_at_once_hears_the_same() {
+    on_both(|service| {
+        for round in 0..20 {
+            let key = format!("repeated-{round}");
+            let claim = json!({"idempotency_key": key, "claimant": "a"});
+            let opening = json!({"idempotency_key": key, "claimant": "a", "pending": true});
+            let other = json!({"idempotency_key": key, "claimant": "b"});
+            let claims: Vec<Value> = [[claim, opening].as_slice(), &vec![other; 6]].concat();
+            let claimed: Vec<bool> = claim_at_once(service, &claims)
+                .into_iter()
+                .map(|reply| reply.ok()["claimed"].as_bool().unwrap())
+                .collect();
+            // Whoever came first; and the one claimant of both hears the same twice.
+            assert_eq!(claimed[0], claimed[1], "{claimed:?}");
+            let entry = service.entry(&key);
+            assert_eq!(entry["attempt"], 1);
+            assert_eq!(
+                entry["status"],
+                if claimed[0] { "pending" } else { "claimed" }
+            );
+            assert_eq!(entry["claimant"], if claimed[0] { "a" } else { "b" });
+        }
+    });
+}
+
+/// A transaction of raw SQL's that has made the row of a key, and is not over.
+struct Holder(Child);
+
+impl Holder {
+    fn hold(service: &Service, key: &str) -> Self {
+        let mut process = Command::new("psql")
+            .args(["-XqAt", &service.database.url])
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let insert = format!(
+            "BEGIN; INSERT INTO processed_orders (idempotency_key, order_id) VALUES ('{key}', 'x') \
+             RETURNING idempotency_key;\n"
+        );
+        process
+            .stdin
+            .as_mut()
+            .unwrap()
+            .write_all(insert.as_bytes())
+            .unwrap();
+        let mut line = String::new();
+        let mut output = BufReader::new(process.stdout.take().unwrap());
+        output.read_line(&mut line).unwrap();
+        assert_eq!(line.trim(), key);
+        Self(process)
+    }
+
+    /// Rolls it back.
+    fn release(mut self) {
+        drop(self.0.stdin.take());
+        self.0.wait().unwrap();
+    }
+}
+
+/// Somebody holds one key locked: the claims that happen to be decided with it are not held up.
+#[test]
+fn a_locked_key_holds_up_nobody_elses_claim() {
+    let service = Service::start(Backend::Postgres);
+    let holder = Holder::hold(&service, "held");
+    let key = |number| match number {
+        7 => "held".to_owned(),
+        _ => format!("free-{number}"),
+    };
+    let claims: Vec<Value> = (0..32)
+        .map(|number| json!({"idempotency_key": key(number), "claimant": "a"}))
+        .collect();
+    for (number, reply) in claim_at_once(&service, &claims).into_iter().enumerate() {
+        if number == 7 {
+            assert_eq!(reply.problem(503), "store_unavailable");
+        } else {
+            assert_eq!(reply.ok()["claimed"], true);
+        }
+    }
+    holder.release();
+    wait_until("the key is free", || {
+        service.post("/claim", &claims[7]).status == 200
+    });
+}
+
+#[test]
+fn a_full_lane_says_so_at_once() {
+    let postgres = Postgres::start(&[]);
+    let settings = [("CLAIM_QUEUE", "2"), ("CLAIM_BATCH", "1")];
+    let service = Service::start_on(Database::at(postgres.create("gate")), &settings);
+    service.claim(json!({"idempotency_key": "before", "claimant": "a"}));
+    postgres.signal_all("STOP");
+    let claims: Vec<Value> = (0..16)
+        .map(|number| json!({"idempotency_key": format!("k-{number}"), "claimant": "a"}))
+        .collect();
+    let replies = claim_at_once(&service, &claims);
+    postgres.signal_all("CONT");
+    let codes: Vec<String> = replies.iter().map(|reply| reply.problem(503)).collect();
+    // One is at the store, and two wait; there may be a few more where one took another's place.
+    let full = codes.iter().filter(|code| *code == "overloaded").count();
+    assert!(full >= 10, "{codes:?}");
+    assert!(
+        replies
+            .iter()
+            .all(|reply| reply.headers["retry-after"] == "1")
+    );
+    // Asking again with the same claimant gives the truth, whatever became of the first time.
+    for claim in &claims {
+        wait_until("it is decided", || {
+            service.post("/claim", claim).status == 200
+        });
+        assert_eq!(service.claim(claim.clone())["claimed"], true);
+    }
+}
+
+/// The caller hangs up while its claim is on its way: it is decided all the same.
+#[test]
+fn a_claim_whose_caller_has_gone_is_decided() {
+    let service = Service::start(Backend::Postgres);
+    let holder = Holder::hold(&service, "gone");
+    let mut connection = Connection::open(&service);
+    let body = r#"{"idempotency_key": "gone", "claimant": "a"}"#;
+    connection.send_head("/claim", &format!("Content-Length: {}\r\n", body.len()));
+    connection.send(body);
+    let waiting = "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'";
+    wait_until("the claim waits for the lock", || {
+        service.database.sql(waiting) == "1"
+    });
+    drop(connection);
+    holder.release();
+    wait_until("it is decided", || {
+        service.get("/ledger/gone").status == 200
+    });
+    let other = service.claim(json!({"idempotency_key": "gone", "claimant": "b"}));
+    assert_eq!(other["claimed"], false);
+}
