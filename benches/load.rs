@@ -191,6 +191,8 @@ struct Connection {
     stream: TcpStream,
     /// It is being made: the request is sent when it can be written to.
     is_new: bool,
+    /// It has asked, and has no answer yet.
+    is_waiting: bool,
     received: Vec<u8>,
     length: usize,
     asked: Asked,
@@ -254,6 +256,7 @@ impl<'a> Load<'a> {
             self.connections.push(Connection {
                 stream,
                 is_new: true,
+                is_waiting: false,
                 received: vec![0; REPLY],
                 length: 0,
                 asked: Asked::New,
@@ -335,7 +338,8 @@ impl<'a> Load<'a> {
                 return self.send(index);
             }
         }
-        if event.is_readable() {
+        // Else the service has closed a connection that is not needed any more.
+        if event.is_readable() && self.connections[index].is_waiting {
             return self.receive(index);
         }
         Ok(())
@@ -345,6 +349,7 @@ impl<'a> Load<'a> {
         let asked = self.next(index);
         let connection = &mut self.connections[index];
         connection.asked = asked;
+        connection.is_waiting = true;
         let key = connection.key.as_ref().expect("the next one has a key");
         let template = self.templates.of(asked);
         self.sent += 1;
@@ -393,6 +398,7 @@ impl<'a> Load<'a> {
                 self.errors += 1;
             }
             connection.length = 0;
+            connection.is_waiting = false;
             return self.finish(index);
         }
     }

@@ -344,6 +344,8 @@ class Pgbench:
                    f"--log-prefix={self.log}", f"--sampling-rate={1 if clients == 1 else 0.1}",
                    "--host=127.0.0.1", f"--port={self.postgres.port}", "--username=postgres", self.database]
         text = output(ends_with_us(command), timeout=seconds + 60)
+        # What its backends have used is read when they have ended, not while they do.
+        time.sleep(0.3)
 
         def after(words):
             return text.split(words)[1].split()[0]
