@@ -22,8 +22,8 @@ const REPLY: usize = 8192;
 /// Nothing that is measured here is silent for so long, unless it hangs.
 const PATIENCE: Duration = Duration::from_secs(10);
 
-/// How many connections are opened at a time where they are opened to stay idle: a service may
-/// turn away more claims at once than it can answer.
+/// How many connections are opened at a time where they are opened to stay idle: more at once
+/// would weigh more than idle ones.
 const OPENING: usize = 64;
 
 /// Sends claims to a service, checks each verdict, and prints one line of JSON.
@@ -55,8 +55,9 @@ struct Options {
     /// Where the random keys begin: the same seed makes the same keys
     #[arg(long, default_value_t = 2041)]
     seed: u64,
-    /// Measures nothing: opens so many connections, makes a claim on each, says so in a line,
-    /// and holds them until the input ends; then says how many are still open
+    /// Measures nothing: opens so many connections, asks for /health on each (which is over
+    /// before the service closes what is idle for long), says so in a line, and holds them
+    /// until the input ends; then says how many are still open
     #[arg(long, value_name = "COUNT")]
     idle: Option<usize>,
     /// What `cargo bench` adds
@@ -89,7 +90,7 @@ enum Scenario {
 /// A request with room for a key and a number, and how its reply looks.
 struct Template {
     bytes: Vec<u8>,
-    key: usize,
+    key: Option<usize>,
     /// The number makes the order and the claimant different each time.
     numbers: Vec<usize>,
     /// What the body begins with, and what it ends with.
@@ -103,7 +104,7 @@ impl Template {
     fn new(text: &str, reply: (&'static str, &'static str)) -> Self {
         Self {
             bytes: text.as_bytes().to_vec(),
-            key: text.find(KEY).expect("a request names a key"),
+            key: text.find(KEY),
             numbers: text.match_indices(NUMBER).map(|(at, _)| at).collect(),
             reply: (reply.0.as_bytes(), reply.1.as_bytes()),
         }
@@ -118,7 +119,9 @@ impl Template {
     }
 
     fn patch(&mut self, key: &[u8; 64], mut number: u64) {
-        self.bytes[self.key..self.key + 64].copy_from_slice(key);
+        if let Some(at) = self.key {
+            self.bytes[at..at + key.len()].copy_from_slice(key);
+        }
         let mut digits = [b'0'; NUMBER.len()];
         for digit in digits.iter_mut().rev() {
             *digit = b"0123456789"[(number % 10) as usize];
@@ -138,6 +141,8 @@ struct Templates {
     again: Template,
     /// Reports a pending key as done.
     done: Template,
+    /// Only shows that the connection is served.
+    health: Template,
 }
 
 impl Templates {
@@ -175,7 +180,16 @@ impl Templates {
                 (set(r#"{"SET":[true,"OK"]}"#), set(r#"{"SET":null}"#))
             }
         };
-        Self { new, again, done }
+        let health = Template::new(
+            "GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n",
+            ("{", "}"),
+        );
+        Self {
+            new,
+            again,
+            done,
+            health,
+        }
     }
 }
 
@@ -185,6 +199,7 @@ enum Asked {
     New,
     Again,
     Done,
+    Health,
 }
 
 struct Connection {
@@ -350,10 +365,9 @@ impl<'a> Load<'a> {
         let connection = &mut self.connections[index];
         connection.asked = asked;
         connection.is_waiting = true;
-        let key = connection.key.as_ref().expect("the next one has a key");
         let template = self.templates.of(asked);
         self.sent += 1;
-        template.patch(key, self.sent);
+        template.patch(connection.key.as_ref().unwrap_or(&[0; 64]), self.sent);
         // A socket that holds nothing has room for a request.
         if connection.stream.write(&template.bytes)? != template.bytes.len() {
             return Err("a request was not taken as a whole".into());
@@ -366,6 +380,7 @@ impl<'a> Load<'a> {
         let last = self.connections[index].asked;
         let has_key = self.connections[index].key.is_some();
         match self.options.scenario {
+            _ if self.options.idle.is_some() => return Asked::Health,
             Scenario::Hot => return Asked::Again,
             Scenario::Mix if has_key && self.random.u8(0..10) == 0 => return Asked::Again,
             Scenario::PendingDone if has_key && matches!(last, Asked::New) => return Asked::Done,
@@ -479,6 +494,7 @@ impl Templates {
             Asked::New => &mut self.new,
             Asked::Again => &mut self.again,
             Asked::Done => &mut self.done,
+            Asked::Health => &mut self.health,
         }
     }
 }

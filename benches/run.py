@@ -216,7 +216,7 @@ def ready_after(file):
 
 
 def with_idle_connections(system, count):
-    """Resident memory with so many open connections, each of which has made a claim."""
+    """Resident memory with so many open connections, each of which was served."""
     with subprocess.Popen(load(system, f"--idle={count}"), stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                           text=True) as holder:
         if not holder.stdout.readline():
