@@ -17,8 +17,6 @@ import report
 from stage import LOAD, SERVICE, GateOnPostgres, GateOnSqlite, NodePg, Pgbench, Postgres, Stage, Webdis
 from stage import cpu_seconds, ends_with_us, memory, output
 
-PARTS = ["new", "duplicates", "ledger", "replicas", "growth", "size"]
-
 ARGUMENTS = sys.argv[1:]
 QUICK = "--quick" in ARGUMENTS
 SECONDS = int(os.environ.get("BENCH_SECONDS", 1 if QUICK else 5))
@@ -252,7 +250,7 @@ def size(stage):
                 else:
                     resident = with_idle_connections(system, count)
                 figures[figure].append(resident)
-        results.append({"system": name, "case": "memory", "connections": count, "rounds": figures})
+        results.append({"system": name, "case": "memory", "rounds": figures | {"connections": count}})
         print(f"  {name}: {figures}", file=sys.stderr)
 
     gate = systems[report.ON_SQLITE]
@@ -270,8 +268,11 @@ def size(stage):
     return results
 
 
+PARTS = {"new": new, "duplicates": duplicates, "ledger": ledger, "replicas": replicas, "growth": growth, "size": size}
+
+
 def main():
-    parts = [argument for argument in ARGUMENTS if argument != "--quick"] or PARTS
+    parts = [argument for argument in ARGUMENTS if argument != "--quick"] or list(PARTS)
     if unknown := [part for part in parts if part not in PARTS]:
         raise SystemExit(f"usage: scripts/bench [--quick] [{' | '.join(PARTS)}]…; unknown: {' '.join(unknown)}")
     # Ended by a signal, it cleans up as at any end.
@@ -286,7 +287,7 @@ def main():
         stage = Stage()
         try:
             about["disk"] = machine.disk(stage.folder)
-            results = globals()[part](stage)
+            results = PARTS[part](stage)
         finally:
             stage.stop()
         report.write(part, about, results, quick=QUICK)
