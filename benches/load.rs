@@ -49,7 +49,8 @@ struct Options {
     /// How long requests are sent before
     #[arg(long, default_value_t = 0.5)]
     warmup: f64,
-    /// Ends after so many requests, if that is earlier; those of the warm-up are among them
+    /// Ends after so many requests, if that is earlier; those of the warm-up are among them, so
+    /// it goes with `--warmup 0`
     #[arg(long, default_value_t = u64::MAX)]
     requests: u64,
     /// Where the random keys begin: the same seed makes the same keys
@@ -293,6 +294,8 @@ impl<'a> Load<'a> {
                 self.go_on(event)?;
             }
         }
+        // Earlier than it was meant, where the run was ended by its count.
+        self.end = self.end.min(Instant::now()).max(self.begin);
         Ok(())
     }
 
@@ -428,8 +431,6 @@ impl<'a> Load<'a> {
             self.latencies.push(now - self.connections[index].since);
         }
         if now >= self.end || self.sent >= self.options.requests {
-            // For a run that was ended by its count.
-            self.end = self.end.min(now.max(self.begin));
             self.waiting -= 1;
             return Ok(());
         }
@@ -474,11 +475,11 @@ impl<'a> Load<'a> {
             // Of the smallest that is not exceeded by this share of all.
             let index = (count as f64 * share).ceil() as usize;
             let latency = self.latencies.get(index.saturating_sub(1));
-            latency.map_or(f64::NAN, |latency| latency.as_secs_f64() * 1000.0)
+            latency.map_or(0.0, |latency| latency.as_secs_f64() * 1000.0)
         };
         format!(
             r#"{{"requests":{count},"seconds":{seconds:.3},"per_second":{:.1},"p50_ms":{:.4},"p99_ms":{:.4},"max_ms":{:.4},"errors":{},"sent":{}}}"#,
-            count as f64 / seconds,
+            count as f64 / seconds.max(f64::EPSILON),
             at(0.5),
             at(0.99),
             at(1.0),
