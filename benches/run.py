@@ -1,0 +1,298 @@
+"""Measures; scripts/bench starts it and says how."""
+
+import json
+import os
+import resource
+import shutil
+import signal
+import socket
+import sqlite3
+import statistics
+import subprocess
+import sys
+import time
+
+import machine
+import report
+from stage import LOAD, SERVICE, GateOnPostgres, GateOnSqlite, NodePg, Pgbench, Postgres, Stage, Webdis
+from stage import cpu_seconds, ends_with_us, memory, output
+
+ARGUMENTS = sys.argv[1:]
+QUICK = "--quick" in ARGUMENTS
+SECONDS = int(os.environ.get("BENCH_SECONDS", 1 if QUICK else 5))
+ROUNDS = int(os.environ.get("BENCH_ROUNDS", 1 if QUICK else 5))
+KEYS = [int(keys) for keys in os.environ.get("BENCH_KEYS", "0,100000" if QUICK else "0,1000000,10000000").split(",")]
+WARM_UP = 0.5
+
+IDLE = 10_000
+STARTS = 21
+
+# Kept-alive connections, and whether each request has one of its own instead.
+WIDTHS = [(1, False), (16, False), (64, False), (256, False), (64, True)]
+
+seed = 0
+
+
+def width_name(connections, close):
+    return f"{connections}, closed each time" if close else str(connections)
+
+
+def load(system, *options):
+    global seed
+    seed += 1
+    addresses = [f"127.0.0.1:{port}" for port in system.ports]
+    return ends_with_us([LOAD, *addresses, f"--protocol={system.protocol}", f"--seed={seed}", *options])
+
+
+def measure(system, scenario="new", connections=64, close=False, warm_up=WARM_UP, reset=True):
+    """One measurement. What it cost the CPU is told a request, by whose it was."""
+
+    def used():
+        ours = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return {
+            "service": sum(map(cpu_seconds, system.service)),
+            "store": sum(map(cpu_seconds, system.store)),
+            "generator": ours.ru_utime + ours.ru_stime,
+        }
+
+    if reset:
+        system.reset()
+    postgres = getattr(system, "postgres", None)
+    keys = 0 if reset else system.keys()
+    position = postgres.position() if postgres else 0
+    before = used()
+    if isinstance(system, Pgbench):
+        result = system.run(connections, SECONDS)
+    else:
+        options = [f"--scenario={scenario}", f"--connections={connections}", f"--seconds={SECONDS}",
+                   f"--warmup={warm_up}", *(["--close"] if close else [])]
+        result = json.loads(output(load(system, *options), timeout=SECONDS + warm_up + 60))
+    after = used()
+    sent = result["sent"]
+    result["cpu_us"] = {who: (after[who] - before[who]) / sent * 1e6 for who in after}
+    if postgres:
+        result["wal_bytes"] = (postgres.position() - position) / sent
+    if scenario in ("new", "pending") and system.keys() - keys != sent:
+        raise RuntimeError(f"{sent} keys were won, and {system.keys() - keys} are there")
+    return result
+
+
+def in_turns(cases):
+    """Rounds in which each case has its turn, a different one first each time. A case: system's name, what it
+    does, and how it is measured."""
+    results = [{"system": system, "case": case, "rounds": []} for system, case, _ in cases]
+    for round_ in range(ROUNDS):
+        for turn in range(len(cases)):
+            at = (turn + round_) % len(cases)
+            result = cases[at][2]()
+            results[at]["rounds"].append(result)
+            name = f"{results[at]['system']}, {results[at]['case']}"
+            print(f"  round {round_ + 1}/{ROUNDS}  {name:60} {result['per_second']:>9,.0f}/s  "
+                  f"p99 {result['p99_ms']:.2f} ms", file=sys.stderr)
+    return results
+
+
+def both_stores(stage, postgres):
+    postgres.create("gate")
+    return {report.ON_POSTGRES: GateOnPostgres(stage, postgres, "gate"), report.ON_SQLITE: GateOnSqlite(stage)}
+
+
+def new(stage):
+    """New keys, beside the peers."""
+    postgres = Postgres(stage)
+    postgres.create("node")
+    postgres.create("raw")
+    systems = both_stores(stage, postgres) | {
+        report.REDIS_ALWAYS: Webdis(stage, "always"),
+        report.REDIS_MEMORY: Webdis(stage),
+        report.NODE: NodePg(stage, postgres, "node"),
+    }
+    pgbench = Pgbench(stage, postgres, "raw")
+    cases = [
+        (name, width_name(*width), lambda system=system, width=width: measure(system, "new", *width))
+        for width in WIDTHS
+        for name, system in systems.items()
+    ]
+    cases += [
+        (report.PGBENCH, width_name(clients, False), lambda clients=clients: measure(pgbench, "new", clients))
+        for clients in (1, 8, 16, 32)
+    ]
+    return in_turns(cases)
+
+
+def scenarios(stage, names):
+    systems = both_stores(stage, Postgres(stage))
+    return in_turns([
+        (name, scenario, lambda system=system, scenario=scenario: measure(system, scenario))
+        for name, system in systems.items()
+        for scenario in names
+    ])
+
+
+def duplicates(stage):
+    """One hot key, and a tenth of repeats."""
+    return scenarios(stage, ["new", "hot", "mix"])
+
+
+def ledger(stage):
+    """`pending: true`, and each then reported as done."""
+    return scenarios(stage, ["new", "pending", "pending-done"])
+
+
+def replicas(stage):
+    """One and two on one Postgres."""
+    postgres = Postgres(stage)
+    cases = []
+    for count in (1, 2):
+        postgres.create(f"gate{count}")
+        system = GateOnPostgres(stage, postgres, f"gate{count}", count)
+        cases += [
+            (f"{count} × dedup-gate", str(width), lambda system=system, width=width: measure(system, "new", width))
+            for width in (64, 256)
+        ]
+    return in_turns(cases)
+
+
+def fill(postgres, database, count):
+    """As many keys as the service itself would have written."""
+    print(f"  filling {database} with {count:,} keys", file=sys.stderr)
+    began = time.monotonic()
+    postgres.sql(
+        database,
+        "SET synchronous_commit = off",
+        f"""INSERT INTO processed_orders (idempotency_key, order_id, processed_at, claimant)
+            SELECT encode(sha256(('key ' || i)::bytea), 'hex'), 'ORD-' || lpad(i::text, 10, '0'),
+                   now() - interval '1 second' * ({count} - i), lpad(i::text, 10, '0') || '@9f2c41d07be3:0:0'
+            FROM generate_series(1, {count}) i""",
+        "VACUUM ANALYZE processed_orders",
+    )
+    print(f"  took {time.monotonic() - began:.0f} s", file=sys.stderr)
+
+
+def growth(stage):
+    """Tables that hold keys already."""
+    needed = 6 * 2**30 + sum(KEYS) * 1024
+    if shutil.disk_usage(stage.folder).free < needed:
+        raise SystemExit(f"growth needs {needed / 2**30:.0f} GiB in {stage.folder}: set BENCH_KEYS or TMPDIR")
+    postgres = Postgres(stage)
+    cases = []
+    for keys in KEYS:
+        database = f"keys_{keys}"
+        postgres.create(database)
+        system = GateOnPostgres(stage, postgres, database)
+        if keys:
+            fill(postgres, database, keys)
+        # The first write to a page after a checkpoint logs all of it. Right behind one that is nearly every write to
+        # a large table, so here there is none but this: the rounds together tell what it costs.
+        cases.append((f"{keys:,} keys", "64", lambda system=system, keys=keys: measure(
+            system, "new", 64, reset=keys == 0, warm_up=max(2, WARM_UP))))
+    postgres.sql("postgres", "CHECKPOINT")
+    return in_turns(cases)
+
+
+def ready_after(file):
+    """How long a start takes, in ms, until /health/ready says so."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        address = listener.getsockname()
+    environment = {"PATH": os.environ["PATH"], "DATABASE_URL": f"sqlite:{file}", "LISTEN": f"127.0.0.1:{address[1]}"}
+    began = time.perf_counter()
+    process = subprocess.Popen(ends_with_us([SERVICE]), env=environment, stderr=subprocess.DEVNULL)
+    try:
+        while time.perf_counter() - began < 30:
+            try:
+                with socket.create_connection(address) as client:
+                    client.sendall(b"GET /health/ready HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+                    if client.recv(1024).startswith(b"HTTP/1.1 200"):
+                        return (time.perf_counter() - began) * 1000
+            except OSError:
+                time.sleep(0.0005)
+        raise RuntimeError("not ready within 30 s")
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def with_idle_connections(system, count):
+    """Resident memory with so many open connections, each of which was served."""
+    with subprocess.Popen(load(system, f"--idle={count}"), stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                          text=True) as holder:
+        if not holder.stdout.readline():
+            raise RuntimeError("the connections could not be opened")
+        resident = memory(system.service[0])
+        still_open = json.loads(holder.communicate("", timeout=30)[0])["still_open"]
+    # The service closes what is idle for long: then it was measured too late.
+    if still_open != count:
+        raise RuntimeError(f"of {count} connections only {still_open} are still open")
+    return resident
+
+
+def size(stage):
+    """Memory, start and binary."""
+    count = min(IDLE, resource.getrlimit(resource.RLIMIT_NOFILE)[0] - 500)
+    if count < IDLE:
+        print(f"  only {count} idle connections: see ulimit -n", file=sys.stderr)
+    systems = both_stores(stage, Postgres(stage))
+    results = []
+    for name, system in systems.items():
+        figures = {"idle": [], "load": [], "open": []}
+        for _ in range(ROUNDS):
+            # A process of its own for each, since what it once took it may keep.
+            for figure in figures:
+                system.reset()
+                system.end()
+                system.start()
+                if figure == "idle":
+                    resident = memory(system.service[0])
+                elif figure == "load":
+                    measure(system, reset=False)
+                    resident = memory(system.service[0], "VmHWM")
+                else:
+                    resident = with_idle_connections(system, count)
+                figures[figure].append(resident)
+        results.append({"system": name, "case": "memory", "rounds": figures | {"connections": count}})
+        print(f"  {name}: {figures}", file=sys.stderr)
+
+    gate = systems[report.ON_SQLITE]
+    gate.reset()
+    gate.end()
+    with sqlite3.connect(gate.file) as connection:
+        connection.executemany("INSERT INTO processed_orders (idempotency_key, order_id) VALUES (?, ?)",
+                               ((f"key {number}", f"ORD-{number}") for number in range(100_000)))
+    connection.close()
+    starts = [ready_after(gate.file) for _ in range(STARTS)]
+    gate.start()
+    results.append({"system": report.ON_SQLITE, "case": "ready", "rounds": starts})
+    results.append({"system": "dedup-gate", "case": "binary", "rounds": [os.path.getsize(SERVICE) / 2**20]})
+    print(f"  ready after {statistics.median(starts):.1f} ms", file=sys.stderr)
+    return results
+
+
+PARTS = {"new": new, "duplicates": duplicates, "ledger": ledger, "replicas": replicas, "growth": growth, "size": size}
+
+
+def main():
+    parts = [argument for argument in ARGUMENTS if argument != "--quick"] or list(PARTS)
+    if unknown := [part for part in parts if part not in PARTS]:
+        raise SystemExit(f"usage: scripts/bench [--quick] [{' | '.join(PARTS)}]…; unknown: {' '.join(unknown)}")
+    # Ended by a signal, it cleans up as at any end.
+    for name in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+        signal.signal(name, lambda number, _: sys.exit(128 + number))
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
+    began = time.monotonic()
+    for part in parts:
+        print(f"== {part}", file=sys.stderr)
+        about = machine.about(SECONDS, ROUNDS)
+        stage = Stage()
+        try:
+            about["disk"] = machine.disk(stage.folder)
+            results = PARTS[part](stage)
+        finally:
+            stage.stop()
+        report.write(part, about, results, quick=QUICK)
+    print(f"== took {(time.monotonic() - began) / 60:.1f} minutes", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()
