@@ -51,9 +51,10 @@ struct Waiting {
 /// What the lane has to say of a claim.
 enum Answer {
     Decided(Result<Verdict, KeyReused>),
-    /// It was to be decided together with others, and one of them could not be.
+    /// The batch has failed, maybe by another's fault: it is to be tried alone.
     Alone(Claim),
-    Failed(StoreError),
+    /// Nobody knows what has become of the batch.
+    Lost(String),
 }
 
 /// Why the gate has no answer. Nothing is known then of what was asked: asking again tells.
@@ -102,10 +103,10 @@ impl Gate {
         match timeout_at(deadline.into(), answer).await {
             Ok(Ok(Answer::Decided(verdict))) => Ok(verdict),
             Ok(Ok(Answer::Alone(claim))) => {
-                let alone = move |store: &dyn Store| store.claim(&[claim], Batch::Lane);
+                let alone = move |store: &dyn Store| store.claim(&[claim], Batch::Array);
                 Ok(self.ask_until(deadline, alone).await?.remove(0))
             }
-            Ok(Ok(Answer::Failed(error))) => Err(error.into()),
+            Ok(Ok(Answer::Lost(why))) => Err(StoreError::CommitLost(why).into()),
             // The lane drops what it comes to too late.
             Ok(Err(_)) | Err(_) => Err(StoreError::Unavailable("no answer in time".into()).into()),
         }
@@ -213,13 +214,17 @@ fn run_lane(store: &dyn Store, mut queue: mpsc::Receiver<Waiting>, batch: usize)
         if claims.is_empty() {
             continue;
         }
-        let decided = catch_unwind(AssertUnwindSafe(|| store.claim(&claims, Batch::Lane)));
-        let decided = decided.unwrap_or_else(|_| Err(StoreError::Unexpected("a panic".into())));
+        // A panic must not end the lane: what is tried alone then is answered as any other.
+        let decided = catch_unwind(AssertUnwindSafe(|| store.claim(&claims, Batch::Lane)))
+            .unwrap_or_else(|_| Err(StoreError::Unexpected("the store has panicked".into())));
         let answers: Vec<Answer> = match decided {
             Ok(verdicts) => verdicts.into_iter().map(Answer::Decided).collect(),
-            Err(error) if claims.len() == 1 => vec![Answer::Failed(error)],
+            Err(StoreError::CommitLost(why)) => vec![why; claims.len()]
+                .into_iter()
+                .map(Answer::Lost)
+                .collect(),
             Err(error) => {
-                log::debug!("{} claims are tried one by one: {error}", claims.len());
+                log::debug!("{} claims are tried alone: {error}", claims.len());
                 claims.into_iter().map(Answer::Alone).collect()
             }
         };

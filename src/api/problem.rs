@@ -287,7 +287,7 @@ impl From<GateError> for Problem {
                     "nothing is known of what was asked: ask again, with the same claimant",
                 )
             }
-            GateError::Store(StoreError::Unavailable(_)) => {
+            GateError::Store(StoreError::Unavailable(_) | StoreError::CommitLost(_)) => {
                 log::warn!("{error}");
                 Self::new(
                     Code::StoreUnavailable,

@@ -199,6 +199,11 @@ pub enum StoreError {
     /// may be asked again.
     #[error("the database is out of reach: {0}")]
     Unavailable(String),
+    /// The connection broke during the commit: nobody knows whether it has happened. Whoever
+    /// asked may ask again, but nobody for them: without a claimant, the claim that did happen
+    /// would be answered as somebody else's.
+    #[error("the commit was not answered: {0}")]
+    CommitLost(String),
     /// It said something that it should never have to say.
     #[error("unexpected answer of the database: {0}")]
     Unexpected(String),

@@ -1,9 +1,11 @@
 //! The store on Postgres. Any number of replicas may share one database.
 
 mod adopt;
+mod insert;
 mod list;
 
 use std::collections::BTreeMap;
+use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant as Clock};
 
 use chrono::TimeDelta;
@@ -12,9 +14,10 @@ use diesel::dsl::sql;
 use diesel::migration::MigrationSource;
 use diesel::pg::{Pg, PgConnection};
 use diesel::prelude::*;
+use diesel::query_builder::{AstPass, QueryFragment, QueryId};
 use diesel::r2d2::{ConnectionManager, Pool};
 use diesel::result::{DatabaseErrorKind, Error as DieselError};
-use diesel::sql_types::{Array, BigInt, Binary, Bool, Integer, Nullable, Text};
+use diesel::sql_types::{Array, BigInt, Bool, Nullable, Text};
 use diesel_migrations::{EmbeddedMigrations, MigrationHarness, embed_migrations};
 
 use super::rows::{self, At, GateRow, HistoryRow, LedgerRow};
@@ -32,36 +35,27 @@ const MIGRATIONS: EmbeddedMigrations = embed_migrations!("migrations/postgres");
 /// How long a connection may take, be it a new one or one of the pool.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// How long a transaction waits for the locks of others, and how often it is tried that the
-/// server rolled back (a deadlock, say).
-#[derive(Clone, Copy)]
-struct Patience {
-    lock_timeout: &'static str,
-    tries: u32,
-}
-
-/// For a caller of one's own.
-const PATIENT: Patience = Patience {
-    lock_timeout: "1500ms",
-    tries: 3,
-};
-
-/// For the lane: others wait behind it, and each of its claims is tried alone afterwards.
-const HURRIED: Patience = Patience {
-    lock_timeout: "200ms",
-    tries: 1,
-};
-
-/// Within this time a transaction is tried again.
+/// A transaction that the server rolled back (a deadlock, say) is tried again this often, and
+/// only within this time.
+const TRIES: u32 = 3;
 const RETRY_WITHIN: Duration = Duration::from_millis(1500);
 
 /// How often a row is tried to be made that is neither made nor there.
 const INSERT_TRIES: u32 = 5;
 
-/// Set in each transaction, not in the session, so that they hold behind a pooler too; with
-/// the `lock_timeout` before. A claim is never confirmed before it is flushed, whatever the
-/// server's default.
-const SETTINGS: &str = "SET LOCAL statement_timeout = '2s'; \
+/// Set in each transaction, not in the session, so that they hold behind a pooler too. A claim
+/// is never confirmed before it is flushed, whatever the server's default.
+const SETTINGS: &str = "SET LOCAL lock_timeout = '1500ms'; \
+    SET LOCAL statement_timeout = '2s'; \
+    SET LOCAL idle_in_transaction_session_timeout = '5s'; \
+    SELECT set_config('synchronous_commit', 'on', true) \
+    WHERE current_setting('synchronous_commit') = 'off'";
+
+/// The same for the lane, in one message with the beginning. It waits for no lock for long, since
+/// others wait behind it.
+const BEGIN_LANE: &str = "BEGIN ISOLATION LEVEL READ COMMITTED; \
+    SET LOCAL lock_timeout = '200ms'; \
+    SET LOCAL statement_timeout = '2s'; \
     SET LOCAL idle_in_transaction_session_timeout = '5s'; \
     SELECT set_config('synchronous_commit', 'on', true) \
     WHERE current_setting('synchronous_commit') = 'off'";
@@ -73,6 +67,10 @@ const MIGRATION_LOCK: i64 = 0x64_65_64_75_70;
 /// The gate and the ledger in a Postgres database.
 pub struct PostgresStore {
     pool: Pool<ConnectionManager<PgConnection>>,
+    url: String,
+    /// The lane's own connection, which needs no look whether it still lives: a batch that fails
+    /// is tried again claim by claim, on connections of the pool.
+    lane: Mutex<Option<PgConnection>>,
     replay_window: TimeDelta,
 }
 
@@ -124,9 +122,11 @@ impl PostgresStore {
             .min_idle(Some(1))
             .connection_timeout(CONNECT_TIMEOUT)
             .error_handler(Box::new(LogAtDebug))
-            .build_unchecked(ConnectionManager::new(url));
+            .build_unchecked(ConnectionManager::new(&url));
         Ok(Self {
             pool,
+            url,
+            lane: Mutex::new(None),
             replay_window,
         })
     }
@@ -180,6 +180,58 @@ impl PostgresStore {
             })
     }
 
+    /// Decides claims, and writes what that changes.
+    fn decide(
+        &self,
+        connection: &mut PgConnection,
+        claims: &[Claim],
+        batch: Batch,
+    ) -> Result<Vec<Result<Verdict, KeyReused>>, StoreError> {
+        let found = find(connection, &super::first_of_each_key(claims))?;
+        let made_at = |found: &Found| match found {
+            Found::New(at) => Some(*at),
+            Found::Known(_) => None,
+        };
+        // Where all are new, it is the time at which they were made.
+        let now = match found.values().map(made_at).max().flatten() {
+            Some(now) if found.values().all(|found| made_at(found).is_some()) => now,
+            _ => clock(connection)?,
+        };
+        let (verdicts, writes) = decide_all(claims, batch, &found, now, self.replay_window);
+        write_all(connection, &writes, &found)?;
+        Ok(verdicts)
+    }
+
+    /// Decides a batch of the lane, on its connection. Whatever fails is not tried again here.
+    fn claim_in_lane(
+        &self,
+        claims: &[Claim],
+    ) -> Result<Vec<Result<Verdict, KeyReused>>, StoreError> {
+        let mut kept = self.lane.lock().unwrap_or_else(PoisonError::into_inner);
+        // Taken, so that a connection in the middle of something is not used again.
+        let mut connection = match kept.take() {
+            Some(connection) => connection,
+            None => PgConnection::establish(&self.url)
+                .map_err(|error| StoreError::Unavailable(one_line(&error.to_string())))?,
+        };
+        let decided = connection
+            .batch_execute(BEGIN_LANE)
+            .map_err(StoreError::from)
+            .and_then(|()| self.decide(&mut connection, claims, Batch::Lane));
+        let end = if decided.is_ok() {
+            "COMMIT"
+        } else {
+            "ROLLBACK"
+        };
+        let ended = connection.batch_execute(end);
+        if ended.is_ok() {
+            *kept = Some(connection);
+        }
+        let verdicts = decided?;
+        ended?;
+        Ok(verdicts)
+    }
+
     /// Runs `work` on what the database holds at one moment.
     fn read<T>(
         &self,
@@ -200,14 +252,9 @@ impl PostgresStore {
     /// there is time; a commit whose answer was lost is not, for it may have happened.
     fn transact<T>(
         &self,
-        patience: Patience,
         work: impl Fn(&mut PgConnection) -> Result<T, Undo<T>>,
     ) -> Result<T, StoreError> {
         let begun = Clock::now();
-        let settings = format!(
-            "SET LOCAL lock_timeout = '{}'; {SETTINGS}",
-            patience.lock_timeout
-        );
         let mut connection = self.pool.get()?;
         let mut tries = 1;
         loop {
@@ -215,15 +262,13 @@ impl PostgresStore {
                 .build_transaction()
                 .read_committed()
                 .run(|connection| {
-                    connection.batch_execute(&settings)?;
+                    connection.batch_execute(SETTINGS)?;
                     work(connection)
                 });
             match done {
                 Ok(answer) => return Ok(answer),
                 Err(Undo::Answer(answer)) => return Ok(*answer),
-                Err(Undo::RolledBack(error))
-                    if tries < patience.tries && begun.elapsed() < RETRY_WITHIN =>
-                {
+                Err(Undo::RolledBack(error)) if tries < TRIES && begun.elapsed() < RETRY_WITHIN => {
                     log::debug!("trying a transaction again: {error}");
                     tries += 1;
                 }
@@ -316,14 +361,6 @@ fn with_defaults(url: &str) -> String {
 }
 
 #[derive(QueryableByName)]
-struct Inserted {
-    #[diesel(sql_type = Text)]
-    idempotency_key: String,
-    #[diesel(sql_type = Instant)]
-    processed_at: At,
-}
-
-#[derive(QueryableByName)]
 struct Now {
     #[diesel(sql_type = Instant)]
     now: At,
@@ -336,64 +373,22 @@ fn clock(connection: &mut PgConnection) -> QueryResult<Time> {
         .map(|row| row.now.0)
 }
 
-/// Makes the rows of all keys that have none, in one statement, and says which those were.
-/// This is where a key is won: Postgres lets one of any number of concurrent inserts through,
-/// and the others wait here for it to commit or to roll back.
-fn insert(
-    connection: &mut PgConnection,
-    claims: &[&Claim],
-) -> QueryResult<BTreeMap<IdempotencyKey, Time>> {
-    let texts = |of: fn(&Claim) -> Option<&str>| -> Vec<Option<&str>> {
-        claims.iter().map(|claim| of(claim)).collect()
-    };
-    let inserted: Vec<Inserted> = diesel::sql_query(
-        "WITH clock AS MATERIALIZED (SELECT clock_timestamp() AS now) \
-         INSERT INTO processed_orders (idempotency_key, order_id, processed_at, claimant, \
-             api_key, payload_sha256, ttl_seconds, expires_at, in_ledger) \
-         SELECT k, coalesce(o, k), now, c, a, p, t, now + make_interval(secs => t), l \
-         FROM unnest($1, $2, $3, $4, $5, $6, $7) AS new (k, o, c, a, p, t, l), clock \
-         ON CONFLICT (idempotency_key) DO NOTHING \
-         RETURNING idempotency_key, processed_at",
-    )
-    .bind::<Array<Text>, _>(
-        claims
-            .iter()
-            .map(|claim| claim.key.as_str())
-            .collect::<Vec<_>>(),
-    )
-    .bind::<Array<Nullable<Text>>, _>(texts(|claim| claim.order_id.as_deref()))
-    .bind::<Array<Nullable<Text>>, _>(texts(|claim| {
-        claim.holder.as_ref().map(|holder| holder.claimant.as_str())
-    }))
-    .bind::<Array<Nullable<Text>>, _>(texts(|claim| claim.holder.as_ref()?.api_key.as_deref()))
-    .bind::<Array<Nullable<Binary>>, _>(
-        claims
-            .iter()
-            .map(|claim| claim.payload_sha256.as_deref())
-            .collect::<Vec<_>>(),
-    )
-    .bind::<Array<Nullable<Integer>>, _>(
-        claims
-            .iter()
-            .map(|claim| claim.ttl_seconds.map(u32::cast_signed))
-            .collect::<Vec<_>>(),
-    )
-    .bind::<Array<Bool>, _>(
-        claims
-            .iter()
-            .map(|claim| claim.pending.is_some())
-            .collect::<Vec<_>>(),
-    )
-    .load(connection)?;
-    Ok(inserted
-        .into_iter()
-        .map(|row| {
-            (
-                IdempotencyKey::from_store(row.idempotency_key),
-                row.processed_at.0,
-            )
-        })
-        .collect())
+/// The order in which rows are locked: that of the bytes of their keys, as here, whatever the
+/// collation. Not by `sql()`, whose statements are not kept prepared.
+#[derive(Clone, Copy, QueryId, diesel::expression::ValidGrouping)]
+struct ByKey;
+
+impl Expression for ByKey {
+    type SqlType = Text;
+}
+
+impl<Source> AppearsOnTable<Source> for ByKey {}
+
+impl QueryFragment<Pg> for ByKey {
+    fn walk_ast<'b>(&'b self, mut out: AstPass<'_, 'b, Pg>) -> QueryResult<()> {
+        out.push_sql("idempotency_key COLLATE \"C\"");
+        Ok(())
+    }
 }
 
 /// Locks the gate's rows of these keys, in the order of the keys, so that two batches cannot
@@ -404,7 +399,7 @@ fn lock_gate(
 ) -> QueryResult<BTreeMap<String, GateRow>> {
     let rows: Vec<GateRow> = gate::table
         .filter(gate::idempotency_key.eq_any(keys))
-        .order(sql::<Text>("idempotency_key COLLATE \"C\""))
+        .order(ByKey)
         .for_update()
         .select(GateRow::as_select())
         .load(connection)?;
@@ -421,7 +416,7 @@ fn lock_ledger(
 ) -> QueryResult<BTreeMap<String, LedgerRow>> {
     let rows: Vec<LedgerRow> = ledger::table
         .filter(ledger::idempotency_key.eq_any(keys))
-        .order(sql::<Text>("idempotency_key COLLATE \"C\""))
+        .order(ByKey)
         .for_update()
         .select(LedgerRow::as_select())
         .load(connection)?;
@@ -450,7 +445,7 @@ fn find(
         if missing.is_empty() {
             break;
         }
-        new.extend(insert(connection, &missing)?);
+        new.extend(insert::insert(connection, &missing)?);
         let losers: Vec<&str> = missing
             .iter()
             .filter(|claim| !new.contains_key(&claim.key))
@@ -684,26 +679,21 @@ impl Store for PostgresStore {
         claims: &[Claim],
         batch: Batch,
     ) -> Result<Vec<Result<Verdict, KeyReused>>, StoreError> {
-        let firsts = super::first_of_each_key(claims);
-        let patience = match batch {
-            Batch::Lane if claims.len() > 1 => HURRIED,
-            _ => PATIENT,
-        };
-        self.transact(patience, |connection| {
-            let found = find(connection, &firsts)?;
-            let now = clock(connection)?;
-            let (verdicts, writes) = decide_all(claims, batch, &found, now, self.replay_window);
-            if batch == Batch::Array && verdicts.iter().any(Result::is_err) {
+        if batch == Batch::Lane {
+            return self.claim_in_lane(claims);
+        }
+        self.transact(|connection| {
+            let verdicts = self.decide(connection, claims, batch)?;
+            if verdicts.iter().any(Result::is_err) {
                 return Err(Undo::Answer(Box::new(verdicts)));
             }
-            write_all(connection, &writes, &found)?;
             Ok(verdicts)
         })
     }
 
     fn settle(&self, report: &Report) -> Result<Option<Settled>, StoreError> {
         let key = &report.key;
-        self.transact(PATIENT, |connection| {
+        self.transact(|connection| {
             let row = lock_gate(connection, &[key.as_str()])?.remove(key.as_str());
             let entry = lock_ledger(connection, &[key.as_str()])?.remove(key.as_str());
             let Some(state) = rows::state(row.as_ref(), entry.as_ref())? else {
