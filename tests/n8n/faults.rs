@@ -34,6 +34,7 @@ fn a_claim_whose_reply_is_lost_is_charged_once() {
         ("claim-once", "/claim"),
         ("order-triage", "/claim"),
         ("order-triage", "/ledger/done"),
+        ("order-native-key", "/claim"),
         ("order-by-reference", "/ledger/pending"),
         ("order-by-reference", "/ledger/done"),
     ] {
@@ -52,28 +53,47 @@ fn a_claim_whose_reply_is_lost_is_charged_once() {
     }
 }
 
-/// The provider refuses: nothing has happened, so the next delivery charges.
+/// The provider refuses, twice: nothing has happened, so each delivery tries anew.
 #[test]
-fn an_order_that_was_refused_is_charged_by_the_next_delivery() {
+fn an_order_that_was_refused_is_charged_by_a_later_delivery() {
     let stage = stage();
-    for webhook in ["order-triage", "order-native-key", "order-by-reference"] {
-        for status in [402, 429] {
-            let order_id = format!("refused-{webhook}-{status}");
-            // Retry On Fail tries three times where it is safe.
-            let refusals = if webhook == "order-native-key" { 3 } else { 1 };
-            let answers = vec![json!({"charge": false, "status": status}); refusals];
-            stage.provider.behave(&order_id, &json!(answers));
+    for (webhook, status) in [
+        ("order-triage", 402),
+        ("order-triage", 429),
+        ("order-native-key", 402),
+        ("order-by-reference", 402),
+        ("order-by-reference", 429),
+    ] {
+        let order_id = format!("refused-{webhook}-{status}");
+        // Each delivery of one that knows the key is a key of its own, and three tries.
+        let tries = if webhook == "order-native-key" { 3 } else { 1 };
+        let refusal = json!({"charge": false, "status": status});
+        stage
+            .provider
+            .behave(&order_id, &json!(vec![refusal; 2 * tries]));
+        for attempt in [1, 2] {
             let reply = stage.n8n.fire(webhook, &order(&order_id));
             assert_eq!(
                 (reply.status, &reply.body["status"]),
                 (502, &json!("failed"))
             );
-            assert_eq!(stage.gate.entry_of(&order_id)["status"], "failed");
-            let reply = stage.n8n.fire(webhook, &order(&order_id)).ok();
-            let charge = assert_charged_once(&stage, &order_id);
-            assert_eq!(reply["external_id"], charge["id"]);
-            assert_eq!(stage.gate.entry_of(&order_id)["attempt"], 2);
+            let entry = stage.gate.entry_of(&order_id);
+            assert_eq!(
+                (&entry["status"], &entry["attempt"]),
+                (&json!("failed"), &json!(attempt))
+            );
+            assert!(
+                entry["reason"]
+                    .as_str()
+                    .unwrap()
+                    .starts_with(&status.to_string()),
+                "{entry}"
+            );
         }
+        let reply = stage.n8n.fire(webhook, &order(&order_id)).ok();
+        let charge = assert_charged_once(&stage, &order_id);
+        assert_eq!(reply["external_id"], charge["id"]);
+        assert_eq!(stage.gate.entry_of(&order_id)["attempt"], 3);
     }
 }
 
@@ -141,6 +161,180 @@ fn a_charge_whose_answer_is_lost_stays_pending_for_review() {
         );
         assert_eq!(stage.provider.requests_for(&order_id).len(), 1);
     }
+}
+
+/// Of the tries of *Retry On Fail*, n8n shows the error of the last: a refusal of that one says
+/// nothing of those before.
+#[test]
+fn a_charge_behind_a_refused_repetition_stays_pending() {
+    let stage = stage();
+    for (name, last) in [("429", 429), ("401", 401), ("500", 500)] {
+        let order_id = format!("hidden-{name}");
+        let refusal = json!({"charge": false, "status": last});
+        stage
+            .provider
+            .behave(&order_id, &json!([{"drop": true}, refusal, refusal]));
+        let reply = stage.n8n.fire("order-native-key", &order(&order_id));
+        assert_eq!(
+            (reply.status, &reply.body["status"]),
+            (502, &json!("uncertain"))
+        );
+        let reply = stage.n8n.fire("order-native-key", &order(&order_id));
+        assert_eq!(
+            (reply.status, &reply.body["status"]),
+            (409, &json!("pending"))
+        );
+        assert_charged_once(&stage, &order_id);
+    }
+    stage.gate.let_leases_run_out();
+    assert_eq!(stage.gate.listed("stale").len(), 3);
+}
+
+/// A success that names no charge is none: somebody else's page, an empty answer.
+#[test]
+fn an_answer_without_an_id_is_not_taken_for_a_charge() {
+    let stage = stage();
+    let answers = [
+        "<html>Maintenance</html>",
+        "",
+        "[]",
+        "{}",
+        "{\"id\": null}",
+        "[{\"id\": \"ch_1\"}]",
+        "5",
+    ];
+    let orders: Vec<Value> = (0..answers.len())
+        .map(|number| order(&format!("odd-{number}")))
+        .collect();
+    for webhook in ["order-triage", "order-native-key", "order-by-reference"] {
+        for (order, raw) in orders.iter().zip(answers) {
+            let behaviour = json!([{"charge": false, "status": 200, "raw": raw}]);
+            stage
+                .provider
+                .behave(order["order_id"].as_str().unwrap(), &behaviour);
+        }
+        for reply in fire_all(&stage.n8n, webhook, &orders, orders.len()) {
+            assert_eq!(reply.unwrap().status, 500, "{webhook}");
+        }
+        assert_eq!(
+            stage.gate.listed("pending").len(),
+            answers.len(),
+            "{webhook}"
+        );
+        stage.gate.forget_all();
+    }
+}
+
+/// An answer of the search that is no list of charges says neither that there is one nor that
+/// there is none.
+#[test]
+fn an_odd_answer_of_the_search_decides_nothing() {
+    let stage = stage();
+    let answers = [
+        "<html>Please log in</html>",
+        "",
+        "[]",
+        "{}",
+        "{\"data\": null}",
+        "{\"data\": \"none\"}",
+        "{\"data\": {}}",
+        "{\"data\": [], \"error\": \"try later\"}",
+        "{\"errors\": [1], \"data\": []}",
+    ];
+    let orders: Vec<Value> = (0..answers.len())
+        .map(|number| order(&format!("search-{number}")))
+        .collect();
+    for (order, raw) in orders.iter().zip(answers) {
+        let order_id = order["order_id"].as_str().unwrap();
+        stage.provider.behave(order_id, &json!([{"drop": true}]));
+        let key = key_of(&stage, order_id);
+        stage.provider.behave(
+            key["idempotency_key"].as_str().unwrap(),
+            &json!([{"raw": raw}]),
+        );
+    }
+    for reply in fire_all(&stage.n8n, "order-by-reference", &orders, orders.len()) {
+        assert_eq!(reply.unwrap().status, 500);
+    }
+    assert_eq!(stage.gate.listed("pending").len(), answers.len());
+    stage.gate.let_leases_run_out();
+    for (order, reply) in orders
+        .iter()
+        .zip(fire_all(&stage.n8n, "order-by-reference", &orders, 4))
+    {
+        let charge = assert_charged_once(&stage, order["order_id"].as_str().unwrap());
+        assert_eq!(reply.unwrap().ok()["external_id"], charge["id"]);
+    }
+}
+
+/// Behind the error of a charge, *Retry execution* would go on without the gate: so n8n has nothing
+/// to retry.
+#[test]
+fn an_uncertain_charge_leaves_nothing_to_retry() {
+    let stage = stage();
+    for webhook in ["dedup-gate", "order-triage", "claim-once"] {
+        let order_id = format!("once-{webhook}");
+        stage.provider.behave(&order_id, &json!([{"drop": true}]));
+        let body = match webhook {
+            "claim-once" => json!({"orders": [order(&order_id), order("once-beside")]}),
+            _ => order(&order_id),
+        };
+        let since = stage.n8n.last_execution();
+        let reply = stage.n8n.fire(webhook, &body);
+        assert_eq!(reply.status, 502, "{webhook}: {}", reply.body);
+        if webhook == "claim-once" {
+            assert_eq!(reply.body, json!({"uncertain": [order_id]}));
+        }
+        assert!(
+            stage
+                .n8n
+                .executions_since(since)
+                .iter()
+                .all(|status| status == "success")
+        );
+        assert_charged_once(&stage, &order_id);
+    }
+    assert_charged_once(&stage, "once-beside");
+}
+
+/// What only the gate knows, nobody has an outcome of: it is not acknowledged.
+#[test]
+fn a_key_claimed_at_the_gate_alone_is_not_acknowledged() {
+    let stage = stage();
+    stage
+        .gate
+        .post("/claim", &json!({"parts": ["at-the-gate", 129.9]}));
+    for webhook in ["order-triage", "order-native-key", "order-by-reference"] {
+        let reply = stage.n8n.fire(webhook, &order("at-the-gate"));
+        assert_eq!(
+            (reply.status, &reply.body["status"]),
+            (409, &json!("claimed"))
+        );
+    }
+    assert!(stage.provider.charges_of("at-the-gate").is_empty());
+}
+
+/// n8n has rounded such an id before anybody could see it: two orders would be one.
+#[test]
+fn an_id_that_was_rounded_is_refused() {
+    let stage = stage();
+    for webhook in [
+        "dedup-gate",
+        "order-triage",
+        "order-native-key",
+        "order-by-reference",
+    ] {
+        let body = json!({"order_id": 9_007_199_254_740_993_u64, "order_total": 1});
+        assert_eq!(stage.n8n.fire(webhook, &body).status, 500, "{webhook}");
+    }
+    let blank = json!({"orders": [order("good"), {"order_id": "", "order_total": 1}]});
+    assert_eq!(stage.n8n.fire("claim-once", &blank).status, 500);
+    assert!(stage.provider.charges_of("good").is_empty());
+    stage
+        .n8n
+        .fire("claim-once", &json!({"orders": [order("good")]}))
+        .ok();
+    assert_charged_once(&stage, "good");
 }
 
 /// The same where the provider can be asked.

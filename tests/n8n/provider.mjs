@@ -8,9 +8,9 @@
 // POST /v2/checkout/orders, PayPal-Request-Id    the same, in JSON
 // POST any other path                            keeps the message
 //
-// For tests: PUT /behaviour {of, answers: [{charge, status, delay, drop}, …]} sets what the next requests for an order,
-// or the next searches for a reference, meet: charged or not, with this status, after so many ms, or the connection
-// dropped. GET /requests tells what came, and DELETE /messages gives the messages and forgets them.
+// For tests: PUT /behaviour {of, answers: [{charge, status, delay, drop, raw}, …]} sets what the next requests for an
+// order, or the next searches for a reference, meet: charged or not, with this status, after so many ms, the connection
+// dropped, this text as the body. GET /requests tells what came, and DELETE /messages gives the messages and forgets them.
 import { createServer } from 'node:http';
 
 const charges = [];
@@ -39,9 +39,9 @@ function create(wanted) {
   return charge;
 }
 
-function answer(response, status, body) {
-  response.writeHead(status, { 'content-type': 'application/json' });
-  response.end(JSON.stringify(body));
+function answer(response, status, body, raw) {
+  response.writeHead(status, { 'content-type': raw === undefined || /^[[{]/.test(raw) ? 'application/json' : 'text/html' });
+  response.end(raw ?? JSON.stringify(body));
 }
 
 function serve(request, response) {
@@ -49,20 +49,21 @@ function serve(request, response) {
   const creation = request.method === 'POST' && creations[pathname];
   if (creation) {
     const wanted = creation(request);
-    const { charge = true, status = 201, delay = 0, drop = false } = behaviours.get(wanted.order_id)?.shift() ?? {};
+    const { charge = true, status = 201, delay = 0, drop = false, raw } = behaviours.get(wanted.order_id)?.shift() ?? {};
     requests.push({ ...wanted, path: pathname });
     const stored = answers.get(wanted.key);
     const body = stored?.body ?? (charge ? create(wanted) : { message: 'told to misbehave' });
     // As Stripe does: refusals are repeated too, but not what was turned away before it was looked at.
     if (wanted.key && !stored && status !== 429) answers.set(wanted.key, { status: charge ? 201 : status, body });
     const replied = stored && status === 201 ? stored.status : status;
-    return setTimeout(() => (drop ? request.socket.destroy() : answer(response, replied, body)), delay);
+    return setTimeout(() => (drop ? request.socket.destroy() : answer(response, replied, body, raw)), delay);
   }
   switch (`${request.method} ${pathname}`) {
     case 'GET /charges': {
       const reference = searchParams.get('reference');
-      const { status = 200 } = behaviours.get(reference)?.shift() ?? {};
-      return answer(response, status, { data: charges.filter((charge) => reference === null || charge.reference === reference) });
+      const { status = 200, raw } = behaviours.get(reference)?.shift() ?? {};
+      const found = charges.filter((charge) => reference === null || charge.reference === reference);
+      return answer(response, status, { data: found }, raw);
     }
     case 'GET /requests': return answer(response, 200, requests);
     case 'DELETE /messages': return answer(response, 200, messages.splice(0));

@@ -3,6 +3,7 @@
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
 use std::sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -42,8 +43,20 @@ pub(crate) struct Stage {
 /// The service, where the workflows call it.
 pub(crate) struct Gate {
     pub(crate) port: u16,
+    /// Before the service: it must not outlive the service's process.
+    guard: Option<Guard>,
     /// None while it is down.
     service: Option<Service>,
+}
+
+/// A shell that kills the service when its input closes.
+struct Guard(Child);
+
+impl Drop for Guard {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
 }
 
 /// Takes the stage, with the service on an empty Postgres database.
@@ -54,7 +67,9 @@ pub(crate) fn stage() -> MutexGuard<'static, Stage> {
 /// Takes the stage, with the service on an empty database.
 pub(crate) fn stage_on(backend: Backend) -> MutexGuard<'static, Stage> {
     let mut stage = STAGE.lock().unwrap_or_else(PoisonError::into_inner);
-    stage.gate.service = None;
+    if stage.gate.service.is_some() {
+        stage.gate.kill();
+    }
     stage.gate.open_on(Arc::new(Database::new(backend)));
     if !stage.provider.runs() {
         stage.provider.start();
@@ -118,6 +133,7 @@ impl Stage {
         let provider = Provider::new();
         let gate = Gate {
             port: free_port(),
+            guard: None,
             service: None,
         };
         let mut n8n = Instance::new("n8n");
@@ -135,7 +151,23 @@ impl Gate {
     pub(crate) fn open_on(&mut self, database: Arc<Database>) {
         let listen = format!("127.0.0.1:{}", self.port);
         let settings = [("LISTEN", listen.as_str()), ("API_KEYS", API_KEYS)];
-        self.service = Some(Service::start_beside(database, &settings));
+        self.hold(Service::start_beside(database, &settings));
+    }
+
+    /// Holds a service, with a shell beside it that ends it together with the tests: the stage
+    /// outlives them, so nobody lets go of it.
+    fn hold(&mut self, service: Service) {
+        let shell = Command::new("sh")
+            .args([
+                "-c",
+                "read -r _; kill -KILL \"$1\"",
+                "guard",
+                &service.pid().to_string(),
+            ])
+            .stdin(Stdio::piped())
+            .spawn();
+        self.guard = Some(Guard(shell.unwrap()));
+        self.service = Some(service);
     }
 
     /// Moves the service to another port, and puts a proxy where it was.
@@ -143,14 +175,21 @@ impl Gate {
         let database = self.kill();
         let service = Service::start_beside(database, &[("API_KEYS", API_KEYS)]);
         let upstream = service.base.rsplit_once(':').unwrap().1.parse().unwrap();
-        self.service = Some(service);
+        self.hold(service);
         Lossy::start(self.port, upstream)
     }
 
     /// Kills the service (-9), and gives the database that it leaves.
     pub(crate) fn kill(&mut self) -> Arc<Database> {
+        self.guard = None;
         let service = self.service.take().expect("the gate is open");
         Arc::clone(&service.database)
+    }
+
+    /// Forgets all keys.
+    pub(crate) fn forget_all(&self) {
+        let tables = "TRUNCATE processed_orders, run_ledger, run_history";
+        self.service().database.sql(tables);
     }
 
     fn service(&self) -> &Service {
