@@ -27,7 +27,8 @@ const QUEUE: usize = 512;
 pub struct Gate {
     store: Arc<dyn Store>,
     lane: mpsc::Sender<Waiting>,
-    /// As many as the store takes calls at a time, so that threads do not pile up behind it.
+    /// As many as the store takes calls at a time beside the lane, so that threads do not pile up
+    /// behind it.
     connections: Arc<Semaphore>,
     queue: Semaphore,
 }
@@ -69,7 +70,7 @@ pub enum GateError {
 }
 
 impl Gate {
-    /// A gate before a store that takes `connections` calls at a time, of which the lane is one.
+    /// A gate before a store that takes `connections` calls at a time beside the lane.
     pub fn new(store: Arc<dyn Store>, connections: u32, limits: LaneLimits) -> Self {
         let (lane, waiting) = mpsc::channel(limits.queue);
         let behind = Arc::clone(&store);
@@ -78,7 +79,7 @@ impl Gate {
         Self {
             store,
             lane,
-            connections: Arc::new(Semaphore::new((connections as usize - 1).max(1))),
+            connections: Arc::new(Semaphore::new(connections as usize)),
             queue: Semaphore::new(QUEUE),
         }
     }

@@ -109,7 +109,7 @@ impl<T> From<StoreError> for Undo<T> {
 }
 
 impl PostgresStore {
-    /// Connects, migrates the database, and makes a pool of at most `connections`.
+    /// Connects, migrates the database, and makes a pool of at most `connections` beside the lane's.
     ///
     /// # Errors
     ///
