@@ -94,8 +94,15 @@ pub(crate) fn import_credentials(n8n: &Instance, secret: &str) {
     n8n.import("credentials", folder.path());
 }
 
-/// Imports the credentials and all workflows into an n8n that does not run, and publishes them.
-pub(crate) fn furnish(n8n: &mut Instance, gate: &Gate, provider: &Provider, secret: &str) {
+/// Imports the credentials and all workflows into an n8n that does not run, and publishes those
+/// that `are_used`.
+pub(crate) fn furnish(
+    n8n: &mut Instance,
+    gate: &Gate,
+    provider: &Provider,
+    secret: &str,
+    are_used: impl Fn(&Value) -> bool,
+) {
     import_credentials(n8n, secret);
     let folder = tempfile::tempdir().unwrap();
     let mut workflows: Vec<Value> = Vec::new();
@@ -105,7 +112,7 @@ pub(crate) fn furnish(n8n: &mut Instance, gate: &Gate, provider: &Provider, secr
         workflows.push(serde_json::from_str(&text).unwrap());
     }
     n8n.import("workflow", folder.path());
-    for workflow in &workflows {
+    for workflow in workflows.iter().filter(|workflow| are_used(workflow)) {
         n8n.publish(workflow);
     }
 }
@@ -137,7 +144,7 @@ impl Stage {
             service: None,
         };
         let mut n8n = Instance::new("n8n");
-        furnish(&mut n8n, &gate, &provider, SECRET);
+        furnish(&mut n8n, &gate, &provider, SECRET, |_| true);
         Self {
             n8n,
             provider,
