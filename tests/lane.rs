@@ -6,7 +6,8 @@ use std::sync::Barrier;
 
 use serde_json::{Value, json};
 
-use super::helpers::postgres::Postgres;
+use super::helpers::lossy::Lossy;
+use super::helpers::postgres::{Postgres, SHARED};
 use super::helpers::raw::Connection;
 use super::helpers::service::Client;
 use super::helpers::{Backend, Database, Reply, Service, on_both, wait_until};
@@ -193,4 +194,64 @@ fn a_claim_whose_caller_has_gone_is_decided() {
     });
     let other = service.claim(json!({"idempotency_key": "gone", "claimant": "b"}));
     assert_eq!(other["claimed"], false);
+}
+
+/// A service whose connections to Postgres go through a proxy.
+fn behind_proxy() -> (Lossy, Service) {
+    let direct = Database::new(Backend::Postgres);
+    let proxy = Lossy::start(0, SHARED.port());
+    let port = format!(":{}/", SHARED.port());
+    let url = direct.url.replace(&port, &format!(":{}/", proxy.port));
+    let service = Service::start_on(Database::at(url + "?sslmode=disable"), &[]);
+    (proxy, service)
+}
+
+/// The commit has happened, and its answer is lost. Nobody may ask again but the caller: without a
+/// claimant, it would be told that somebody else has claimed.
+#[test]
+fn a_lost_commit_is_not_answered_by_a_guess() {
+    let (proxy, service) = behind_proxy();
+    let claim = json!({"idempotency_key": "nobody's"});
+    proxy.lose("COMMIT\0", 1);
+    assert_eq!(
+        service.post("/claim", &claim).problem(503),
+        "store_unavailable"
+    );
+    assert_eq!(proxy.left(), 0);
+    let entry = service.entry("nobody's");
+    assert_eq!(
+        (&entry["status"], &entry["seen_again"]),
+        (&json!("claimed"), &json!(0))
+    );
+
+    let claim = json!({"idempotency_key": "a's", "claimant": "a"});
+    proxy.lose("COMMIT\0", 1);
+    assert_eq!(
+        service.post("/claim", &claim).problem(503),
+        "store_unavailable"
+    );
+    let verdict = service.claim(claim);
+    assert_eq!(
+        (&verdict["claimed"], &verdict["replayed"]),
+        (&json!(true), &json!(true))
+    );
+}
+
+/// The connection breaks before the commit: nothing has happened, and each claim is tried alone.
+#[test]
+fn a_connection_that_breaks_before_the_commit_fails_no_claim() {
+    let (proxy, service) = behind_proxy();
+    for round in 0..5 {
+        proxy.lose(
+            "BEGIN ISOLATION LEVEL READ COMMITTED; SET LOCAL lock_timeout = '200ms'",
+            1,
+        );
+        let claims: Vec<Value> = (0..16)
+            .map(|number| json!({"idempotency_key": format!("{round}-{number}"), "claimant": "a"}))
+            .collect();
+        for reply in claim_at_once(&service, &claims) {
+            assert_eq!(reply.ok()["claimed"], true);
+        }
+        assert_eq!(proxy.left(), 0);
+    }
 }

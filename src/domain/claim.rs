@@ -312,6 +312,16 @@ pub enum Found {
     Known(KeyState),
 }
 
+impl Found {
+    /// When the claim has made the row; none where it was there.
+    pub fn made_at(&self) -> Option<Time> {
+        match self {
+            Self::New(at) => Some(*at),
+            Self::Known(_) => None,
+        }
+    }
+}
+
 /// How the claims of a batch belong together.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Batch {

@@ -2,6 +2,7 @@
 
 pub(crate) mod contest;
 pub(crate) mod database;
+pub(crate) mod lossy;
 pub(crate) mod node;
 pub(crate) mod postgres;
 pub(crate) mod random;

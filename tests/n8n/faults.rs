@@ -3,11 +3,21 @@
 
 use serde_json::{Value, json};
 
-use super::helpers::wait_until;
+use super::helpers::{Reply, wait_until};
+use super::instance::try_fire;
 use super::stage::{Stage, fire_all, order, stage};
 
 /// The webhooks that charge orders at a provider that knows no idempotency keys.
 const WEBHOOKS: [&str; 3] = ["dedup-gate", "order-triage", "order-by-reference"];
+
+/// What the sender hears.
+#[track_caller]
+fn assert_told(reply: &Reply, status: u16, told: &str) {
+    assert_eq!(
+        (reply.status, &reply.body["status"]),
+        (status, &json!(told))
+    );
+}
 
 #[track_caller]
 fn assert_charged_once(stage: &Stage, order_id: &str) -> Value {
@@ -29,21 +39,24 @@ fn key_of(stage: &Stage, order_id: &str) -> Value {
 fn a_claim_whose_reply_is_lost_is_charged_once() {
     let mut stage = stage();
     let proxy = stage.gate.open_behind_proxy();
-    for (webhook, path) in [
-        ("dedup-gate", "/claim"),
-        ("claim-once", "/claim"),
-        ("order-triage", "/claim"),
-        ("order-triage", "/ledger/done"),
-        ("order-native-key", "/claim"),
-        ("order-by-reference", "/ledger/pending"),
-        ("order-by-reference", "/ledger/done"),
-    ] {
-        let order_id = format!("lost-{webhook}{}", path.replace('/', "-"));
+    for (number, (webhook, request)) in [
+        ("dedup-gate", "POST /claim "),
+        ("claim-once", "POST /claim "),
+        ("order-triage", "POST /claim "),
+        ("order-triage", "POST /ledger/done "),
+        ("order-native-key", "POST /claim "),
+        ("order-by-reference", "POST /ledger/pending "),
+        ("order-by-reference", "POST /ledger/done "),
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        let order_id = format!("lost-{number}");
         let mut body = order(&order_id);
         if webhook == "claim-once" {
             body = json!({"orders": [body]});
         }
-        proxy.lose(path, 2);
+        proxy.lose(request, 2);
         stage.n8n.fire(webhook, &body).ok();
         assert_eq!(proxy.left(), 0, "{webhook}");
         assert_charged_once(&stage, &order_id);
@@ -73,10 +86,7 @@ fn an_order_that_was_refused_is_charged_by_a_later_delivery() {
             .behave(&order_id, &json!(vec![refusal; 2 * tries]));
         for attempt in [1, 2] {
             let reply = stage.n8n.fire(webhook, &order(&order_id));
-            assert_eq!(
-                (reply.status, &reply.body["status"]),
-                (502, &json!("failed"))
-            );
+            assert_told(&reply, 502, "failed");
             let entry = stage.gate.entry_of(&order_id);
             assert_eq!(
                 (&entry["status"], &entry["attempt"]),
@@ -104,10 +114,7 @@ fn an_order_whose_provider_is_down_is_charged_by_a_later_delivery() {
     stage.provider.stop();
     for webhook in ["order-triage", "order-by-reference"] {
         let reply = stage.n8n.fire(webhook, &order(&format!("down-{webhook}")));
-        assert_eq!(
-            (reply.status, &reply.body["status"]),
-            (502, &json!("failed"))
-        );
+        assert_told(&reply, 502, "failed");
     }
     stage.provider.start();
     for webhook in ["order-triage", "order-by-reference"] {
@@ -137,28 +144,19 @@ fn a_charge_whose_answer_is_lost_stays_pending_for_review() {
         .collect();
     for reply in fire_all(&stage.n8n, "order-triage", &orders, orders.len()) {
         let reply = reply.unwrap();
-        assert_eq!(
-            (reply.status, &reply.body["status"]),
-            (502, &json!("uncertain"))
-        );
+        assert_told(&reply, 502, "uncertain");
     }
     // Delivered again, it is still somebody's: not done, so not acknowledged.
     for reply in fire_all(&stage.n8n, "order-triage", &orders, orders.len()) {
         let reply = reply.unwrap();
-        assert_eq!(
-            (reply.status, &reply.body["status"]),
-            (409, &json!("pending"))
-        );
+        assert_told(&reply, 409, "pending");
     }
     stage.gate.let_leases_run_out();
     assert_eq!(stage.gate.listed("stale").len(), orders.len());
     for (name, _) in &answers {
         let order_id = format!("uncertain-{name}");
         let reply = stage.n8n.fire("order-triage", &order(&order_id));
-        assert_eq!(
-            (reply.status, &reply.body["status"]),
-            (409, &json!("stale"))
-        );
+        assert_told(&reply, 409, "stale");
         assert_eq!(stage.provider.requests_for(&order_id).len(), 1);
     }
 }
@@ -175,15 +173,9 @@ fn a_charge_behind_a_refused_repetition_stays_pending() {
             .provider
             .behave(&order_id, &json!([{"drop": true}, refusal, refusal]));
         let reply = stage.n8n.fire("order-native-key", &order(&order_id));
-        assert_eq!(
-            (reply.status, &reply.body["status"]),
-            (502, &json!("uncertain"))
-        );
+        assert_told(&reply, 502, "uncertain");
         let reply = stage.n8n.fire("order-native-key", &order(&order_id));
-        assert_eq!(
-            (reply.status, &reply.body["status"]),
-            (409, &json!("pending"))
-        );
+        assert_told(&reply, 409, "pending");
         assert_charged_once(&stage, &order_id);
     }
     stage.gate.let_leases_run_out();
@@ -306,10 +298,7 @@ fn a_key_claimed_at_the_gate_alone_is_not_acknowledged() {
         .post("/claim", &json!({"parts": ["at-the-gate", 129.9]}));
     for webhook in ["order-triage", "order-native-key", "order-by-reference"] {
         let reply = stage.n8n.fire(webhook, &order("at-the-gate"));
-        assert_eq!(
-            (reply.status, &reply.body["status"]),
-            (409, &json!("claimed"))
-        );
+        assert_told(&reply, 409, "claimed");
     }
     assert!(stage.provider.charges_of("at-the-gate").is_empty());
 }
@@ -330,10 +319,11 @@ fn an_id_that_was_rounded_is_refused() {
     let blank = json!({"orders": [order("good"), {"order_id": "", "order_total": 1}]});
     assert_eq!(stage.n8n.fire("claim-once", &blank).status, 500);
     assert!(stage.provider.charges_of("good").is_empty());
-    stage
-        .n8n
-        .fire("claim-once", &json!({"orders": [order("good")]}))
-        .ok();
+    let good = json!({"orders": [order("good")]});
+    let reply = stage.n8n.fire("claim-once", &good).ok();
+    assert_eq!(reply, json!({"charged": ["good"], "already_processed": []}));
+    let reply = stage.n8n.fire("claim-once", &good).ok();
+    assert_eq!(reply, json!({"charged": [], "already_processed": ["good"]}));
     assert_charged_once(&stage, "good");
 }
 
@@ -366,10 +356,7 @@ fn a_charge_whose_answer_is_lost_is_found_by_reference() {
             assert_eq!(reply.ok()["external_id"], charge["id"]);
             assert_eq!(stage.gate.entry_of(&order_id)["external_id"], charge["id"]);
         } else {
-            assert_eq!(
-                (reply.status, &reply.body["status"]),
-                (502, &json!("failed"))
-            );
+            assert_told(&reply, 502, "failed");
             stage.n8n.fire("order-by-reference", &order(&order_id)).ok();
             assert_charged_once(&stage, &order_id);
         }
@@ -390,15 +377,9 @@ fn a_charge_that_cannot_be_asked_for_is_found_later() {
         &json!([{"status": 500}, {"status": 500}, {"status": 500}]),
     );
     let reply = stage.n8n.fire("order-by-reference", &order(order_id));
-    assert_eq!(
-        (reply.status, &reply.body["status"]),
-        (502, &json!("uncertain"))
-    );
+    assert_told(&reply, 502, "uncertain");
     let reply = stage.n8n.fire("order-by-reference", &order(order_id));
-    assert_eq!(
-        (reply.status, &reply.body["status"]),
-        (409, &json!("pending"))
-    );
+    assert_told(&reply, 409, "pending");
     stage.gate.let_leases_run_out();
     assert_eq!(stage.gate.listed("stale").len(), 1);
     let reply = stage.n8n.fire("order-by-reference", &order(order_id)).ok();
@@ -491,10 +472,7 @@ fn assert_nothing_is_lost(stage: &Stage, webhook: &str, orders: &[Value]) {
     let since = stage.n8n.last_execution();
     for order_id in &stale {
         let reply = stage.n8n.fire(webhook, &order(order_id));
-        assert_eq!(
-            (reply.status, &reply.body["status"]),
-            (409, &json!("stale"))
-        );
+        assert_told(&reply, 409, "stale");
     }
     assert_eq!(
         stage.n8n.executions_since(since),
@@ -544,11 +522,7 @@ fn n8n_is_killed_between_claim_and_done() {
     std::thread::scope(|scope| {
         for order in &orders {
             let client = n8n.client();
-            scope.spawn(move || {
-                let json_type = [("Content-Type", "application/json")];
-                let body = order.to_string();
-                client.try_send("POST", "/webhook/order-triage", &json_type, body.as_bytes())
-            });
+            scope.spawn(move || try_fire(&client, "order-triage", order));
         }
         wait_until("some are charged", || {
             let counts = provider.counts("crash-");

@@ -7,6 +7,7 @@ use std::process::{Child, Command, Stdio};
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
+use super::guard::Guard;
 use super::helpers::Reply;
 use super::helpers::postgres::{SHARED, free_port, said_by};
 use super::helpers::service::Client;
@@ -25,13 +26,13 @@ const UNFINISHED: [&str; 4] = ["", "new", "running", "waiting"];
 /// An n8n with a database of its own.
 pub(crate) struct Instance {
     database: String,
-    pub(crate) port: u16,
+    port: u16,
     folder: TempDir,
     /// The webhooks of the published workflows.
     published: Vec<String>,
     client: Client,
-    /// While n8n runs: a shell that waits for its input to close, then kills n8n.
-    warden: Option<Child>,
+    /// While n8n runs.
+    process: Option<(Guard, Child)>,
 }
 
 impl Instance {
@@ -45,7 +46,7 @@ impl Instance {
             folder: tempfile::tempdir().unwrap(),
             published: Vec::new(),
             client: Client::new(format!("http://127.0.0.1:{port}"), PATIENCE),
-            warden: None,
+            process: None,
         }
     }
 
@@ -110,29 +111,26 @@ impl Instance {
 
     /// Starts n8n, and waits until it serves all that is published.
     pub(crate) fn start(&mut self) {
-        const WARDEN: &str = r#"
-            "$@" </dev/null 2>&1 & echo "pid $!"
-            read -r _
-            kill -KILL $!
-            wait"#;
         assert!(!self.runs(), "n8n runs already");
-        let path = self.folder.path().join("log");
-        let mut warden = self.command("sh");
-        warden
-            .args(["-c", WARDEN, "warden", "n8n", "start"])
-            .stdin(Stdio::piped())
-            .stdout(File::create(&path).unwrap());
-        self.warden = Some(warden.spawn().unwrap());
+        let log = File::create(self.folder.path().join("log")).unwrap();
+        let mut process = self
+            .command("n8n")
+            .arg("start")
+            .stdin(Stdio::null())
+            .stdout(log.try_clone().unwrap())
+            .stderr(log)
+            .spawn()
+            .unwrap();
+        let guard = Guard::of(process.id());
         wait_within(PATIENCE, "n8n has started", || {
             let log = self.log();
-            let pid = log.lines().find_map(|line| line.strip_prefix("pid "));
-            let ended =
-                pid.is_some_and(|pid| std::fs::read_link(format!("/proc/{pid}/exe")).is_err());
-            assert!(!ended, "n8n has ended: {log}");
+            let ended = process.try_wait().unwrap();
+            assert!(ended.is_none(), "n8n has ended: {log}");
             // It listens before its webhooks are there.
             log.contains("Editor is now accessible")
                 && self.published.iter().all(|webhook| self.serves(webhook))
         });
+        self.process = Some((guard, process));
     }
 
     /// Whether a webhook is there. Asked by a method that it does not take, it says so.
@@ -143,14 +141,15 @@ impl Instance {
 
     /// Whether it was started, and not ended.
     pub(crate) fn runs(&self) -> bool {
-        self.warden.is_some()
+        self.process.is_some()
     }
 
     /// Kills n8n (-9).
     pub(crate) fn kill(&mut self) {
-        let mut warden = self.warden.take().expect("n8n runs");
-        drop(warden.stdin.take());
-        warden.wait().unwrap();
+        let (guard, mut process) = self.process.take().expect("n8n runs");
+        drop(guard);
+        process.kill().unwrap();
+        process.wait().unwrap();
     }
 
     /// Posts JSON to a webhook, as the sender of an order does.
@@ -160,12 +159,7 @@ impl Instance {
 
     /// [`Self::fire`], where n8n may end meanwhile.
     pub(crate) fn try_fire(&self, webhook: &str, body: &Value) -> Option<Reply> {
-        let json_type = [("Content-Type", "application/json")];
-        let path = format!("/webhook/{webhook}");
-        let body = body.to_string();
-        self.client
-            .try_send("POST", &path, &json_type, body.as_bytes())
-            .ok()
+        try_fire(&self.client, webhook, body)
     }
 
     /// Runs SQL on n8n's own database.
@@ -271,6 +265,16 @@ impl Instance {
     pub(crate) fn log(&self) -> String {
         std::fs::read_to_string(self.folder.path().join("log")).unwrap_or_default()
     }
+}
+
+/// [`Instance::try_fire`] by a client of its own: for senders who do not hold the instance.
+pub(crate) fn try_fire(client: &Client, webhook: &str, body: &Value) -> Option<Reply> {
+    let json_type = [("Content-Type", "application/json")];
+    let path = format!("/webhook/{webhook}");
+    let body = body.to_string();
+    client
+        .try_send("POST", &path, &json_type, body.as_bytes())
+        .ok()
 }
 
 impl Drop for Instance {

@@ -7,8 +7,8 @@
 #[expect(dead_code, reason = "what the tests of the service need besides")]
 mod helpers;
 
+mod guard;
 mod instance;
-mod lossy;
 mod provider;
 mod stage;
 

@@ -3,16 +3,16 @@
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
 use std::sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use serde_json::{Value, json};
 
+use super::guard::Guard;
+use super::helpers::lossy::Lossy;
 use super::helpers::postgres::{SHARED, free_port};
 use super::helpers::{Backend, Database, Reply, Service};
 use super::instance::Instance;
-use super::lossy::Lossy;
 use super::provider::Provider;
 
 /// How long a sender waits for an answer: longer than any workflow takes.
@@ -43,20 +43,9 @@ pub(crate) struct Stage {
 /// The service, where the workflows call it.
 pub(crate) struct Gate {
     pub(crate) port: u16,
-    /// Before the service: it must not outlive the service's process.
     guard: Option<Guard>,
     /// None while it is down.
     service: Option<Service>,
-}
-
-/// A shell that kills the service when its input closes.
-struct Guard(Child);
-
-impl Drop for Guard {
-    fn drop(&mut self) {
-        let _ = self.0.kill();
-        let _ = self.0.wait();
-    }
 }
 
 /// Takes the stage, with the service on an empty Postgres database.
@@ -161,19 +150,8 @@ impl Gate {
         self.hold(Service::start_beside(database, &settings));
     }
 
-    /// Holds a service, with a shell beside it that ends it together with the tests: the stage
-    /// outlives them, so nobody lets go of it.
     fn hold(&mut self, service: Service) {
-        let shell = Command::new("sh")
-            .args([
-                "-c",
-                "read -r _; kill -KILL \"$1\"",
-                "guard",
-                &service.pid().to_string(),
-            ])
-            .stdin(Stdio::piped())
-            .spawn();
-        self.guard = Some(Guard(shell.unwrap()));
+        self.guard = Some(Guard::of(service.pid()));
         self.service = Some(service);
     }
 

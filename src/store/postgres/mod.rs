@@ -188,17 +188,17 @@ impl PostgresStore {
         batch: Batch,
     ) -> Result<Vec<Result<Verdict, KeyReused>>, StoreError> {
         let found = find(connection, &super::first_of_each_key(claims))?;
-        let made_at = |found: &Found| match found {
-            Found::New(at) => Some(*at),
-            Found::Known(_) => None,
-        };
         // Where all are new, it is the time at which they were made.
-        let now = match found.values().map(made_at).max().flatten() {
-            Some(now) if found.values().all(|found| made_at(found).is_some()) => now,
-            _ => clock(connection)?,
+        let made: Option<Vec<Time>> = found.values().map(Found::made_at).collect();
+        let now = match made.and_then(|made| made.into_iter().max()) {
+            Some(now) => now,
+            None => clock(connection)?,
         };
         let (verdicts, writes) = decide_all(claims, batch, &found, now, self.replay_window);
-        write_all(connection, &writes, &found)?;
+        // An array with a fault is rolled back: see Store::claim.
+        if batch == Batch::Lane || verdicts.iter().all(Result::is_ok) {
+            write_all(connection, &writes, &found)?;
+        }
         Ok(verdicts)
     }
 
@@ -228,7 +228,7 @@ impl PostgresStore {
             *kept = Some(connection);
         }
         let verdicts = decided?;
-        ended?;
+        ended.map_err(|error| StoreError::CommitLost(one_line(&error.to_string())))?;
         Ok(verdicts)
     }
 
