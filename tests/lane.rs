@@ -4,6 +4,13 @@ use std::io::{BufRead, BufReader, Write};
 use std::process::{Child, Command, Stdio};
 use std::sync::Barrier;
 
+use chrono::TimeDelta;
+use dedup_gate::domain::claim::{Batch, Claim, Door, OnStale};
+use dedup_gate::domain::ledger::Holder;
+use dedup_gate::domain::text::IdempotencyKey;
+use dedup_gate::store::Store;
+use dedup_gate::store::postgres::PostgresStore;
+use dedup_gate::store::sqlite::SqliteStore;
 use serde_json::{Value, json};
 
 use super::helpers::lossy::Lossy;
@@ -85,9 +92,9 @@ fn a_claimant_that_repeats_itself_at_once_hears_the_same() {
 }
 
 /// A transaction of raw SQL's that has made the row of a key, and is not over.
-struct Holder(Child);
+struct OpenTransaction(Child);
 
-impl Holder {
+impl OpenTransaction {
     fn hold(service: &Service, key: &str) -> Self {
         let mut process = Command::new("psql")
             .args(["-XqAt", &service.database.url])
@@ -123,7 +130,7 @@ impl Holder {
 #[test]
 fn a_locked_key_holds_up_nobody_elses_claim() {
     let service = Service::start(Backend::Postgres);
-    let holder = Holder::hold(&service, "held");
+    let transaction = OpenTransaction::hold(&service, "held");
     let key = |number| match number {
         7 => "held".to_owned(),
         _ => format!("free-{number}"),
@@ -138,7 +145,7 @@ fn a_locked_key_holds_up_nobody_elses_claim() {
             assert_eq!(reply.ok()["claimed"], true);
         }
     }
-    holder.release();
+    transaction.release();
     wait_until("the key is free", || {
         service.post("/claim", &claims[7]).status == 200
     });
@@ -178,7 +185,7 @@ fn a_full_lane_says_so_at_once() {
 #[test]
 fn a_claim_whose_caller_has_gone_is_decided() {
     let service = Service::start(Backend::Postgres);
-    let holder = Holder::hold(&service, "gone");
+    let transaction = OpenTransaction::hold(&service, "gone");
     let mut connection = Connection::open(&service);
     let body = r#"{"idempotency_key": "gone", "claimant": "a"}"#;
     connection.send_head("/claim", &format!("Content-Length: {}\r\n", body.len()));
@@ -188,7 +195,7 @@ fn a_claim_whose_caller_has_gone_is_decided() {
         service.database.sql(waiting) == "1"
     });
     drop(connection);
-    holder.release();
+    transaction.release();
     wait_until("it is decided", || {
         service.get("/ledger/gone").status == 200
     });
@@ -253,5 +260,43 @@ fn a_connection_that_breaks_before_the_commit_fails_no_claim() {
             assert_eq!(reply.ok()["claimed"], true);
         }
         assert_eq!(proxy.left(), 0);
+    }
+}
+
+/// One batch makes a row and opens its entry: straight at the stores, since no caller can choose
+/// what shares a batch.
+#[test]
+fn what_a_batch_opens_behind_its_own_claim_is_stored() {
+    for backend in Backend::ALL {
+        let database = Database::new(backend);
+        let window = TimeDelta::seconds(1800);
+        let store: Box<dyn Store> = match backend {
+            Backend::Sqlite => Box::new(SqliteStore::open(&database.path(), window).unwrap()),
+            Backend::Postgres => Box::new(PostgresStore::open(&database.url, 1, window).unwrap()),
+        };
+        let claim = |pending| Claim {
+            key: IdempotencyKey::from_store("k".into()),
+            order_id: None,
+            holder: Some(Holder {
+                claimant: "a".into(),
+                api_key: None,
+            }),
+            ttl_seconds: None,
+            payload_sha256: None,
+            pending,
+            on_stale: OnStale::Hold,
+            door: Door::Gate,
+        };
+        let verdicts = store.claim(&[claim(None), claim(Some(900))], Batch::Lane);
+        assert!(
+            verdicts
+                .unwrap()
+                .into_iter()
+                .all(|verdict| verdict.unwrap().claimed)
+        );
+        let is_marked = "SELECT count(*) FROM processed_orders WHERE in_ledger";
+        assert_eq!(database.sql(is_marked), "1", "{backend:?}");
+        assert_eq!(database.sql("SELECT status FROM run_ledger"), "pending");
+        assert_eq!(database.sql("SELECT count(*) FROM run_history"), "2");
     }
 }

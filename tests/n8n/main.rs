@@ -19,3 +19,4 @@ mod kit;
 mod orders;
 mod replicas;
 mod review;
+mod shipped;
