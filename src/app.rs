@@ -101,8 +101,8 @@ fn bind(addresses: &[SocketAddr]) -> Result<TcpListener, String> {
 /// Opens and migrates the store. One that is out of reach is waited for.
 async fn open_store(settings: &Settings) -> Result<(Arc<dyn Store>, u32), String> {
     let replay_window = TimeDelta::seconds(settings.replay_window.into());
-    // One more is the lane's.
-    let connections = settings.database_connections - 1;
+    // The others are the lanes'.
+    let connections = settings.database_connections - 2;
     let database = settings.database()?;
     let give_up = Instant::now() + settings.database_wait();
     let mut has_said = false;

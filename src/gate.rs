@@ -1,5 +1,9 @@
-//! The use cases, and the way to the store: the lane that gathers concurrent claims into one
+//! The use cases, and the way to the store: the lanes that gather concurrent claims into one
 //! statement, how many other calls the store gets at a time, and how long a caller waits.
+//!
+//! There are two lanes. The first decides what is new, which it does best alone; what is known
+//! already, or is opened in the ledger with its claim, takes more statements, and goes on to the
+//! second.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
@@ -11,7 +15,7 @@ use tokio::sync::{Semaphore, mpsc, oneshot};
 use tokio::task::spawn_blocking;
 use tokio::time::timeout_at;
 
-use crate::domain::claim::{Batch, Claim, KeyReused, Verdict};
+use crate::domain::claim::{Claim, Decided};
 use crate::domain::ledger::Report;
 use crate::domain::text::IdempotencyKey;
 use crate::store::{Entry, Filter, Page, Settled, Store, StoreError};
@@ -42,20 +46,23 @@ pub struct LaneLimits {
     pub batch: usize,
 }
 
-/// A claim that waits in the lane.
+/// A claim that waits in a lane.
 struct Waiting {
     claim: Claim,
-    deadline: Instant,
-    asker: oneshot::Sender<Answer>,
+    asker: Asker,
 }
 
-/// What the lane has to say of a claim.
+/// Who waits for the answer, and until when.
+struct Asker {
+    deadline: Instant,
+    reply: oneshot::Sender<Answer>,
+}
+
+/// What a lane has to say of a claim.
 enum Answer {
-    Decided(Result<Verdict, KeyReused>),
-    /// The batch has failed, maybe by another's fault: it is to be tried alone.
+    Decided(Result<Decided, GateError>),
+    /// It has failed, maybe by another's fault: it is to be tried alone.
     Alone(Claim),
-    /// Nobody knows what has become of the batch.
-    Lost(String),
 }
 
 /// Why the gate has no answer. Nothing is known then of what was asked: asking again tells.
@@ -72,10 +79,25 @@ pub enum GateError {
 impl Gate {
     /// A gate before a store that takes `connections` calls at a time beside the lane.
     pub fn new(store: Arc<dyn Store>, connections: u32, limits: LaneLimits) -> Self {
-        let (lane, waiting) = mpsc::channel(limits.queue);
-        let behind = Arc::clone(&store);
-        // It ends when the gate has gone, and with it the last of the callers.
-        thread::spawn(move || run_lane(&*behind, waiting, limits.batch));
+        let (lane, new) = mpsc::channel(limits.queue);
+        let (left, known) = mpsc::channel(limits.queue);
+        let (first, second) = (Arc::clone(&store), Arc::clone(&store));
+        // They end when the gate has gone, and with it the last of the callers.
+        thread::spawn(move || {
+            run_lane(
+                new,
+                limits.batch,
+                |claims| first.claim_new(claims),
+                Some(&left),
+            );
+        });
+        thread::spawn(move || {
+            let decide = |claims: &[Claim]| {
+                let decided = second.claim_known(claims).into_iter();
+                decided.map(|decided| decided.map(Some)).collect()
+            };
+            run_lane(known, limits.batch, decide, None);
+        });
         Self {
             store,
             lane,
@@ -89,25 +111,21 @@ impl Gate {
     /// # Errors
     ///
     /// There is no answer.
-    pub async fn claim(&self, claim: Claim) -> Result<Result<Verdict, KeyReused>, GateError> {
+    pub async fn claim(&self, claim: Claim) -> Result<Decided, GateError> {
         let deadline = Instant::now() + DEADLINE;
-        let (asker, answer) = oneshot::channel();
-        let waiting = Waiting {
-            claim,
-            deadline,
-            asker,
-        };
+        let (reply, answer) = oneshot::channel();
+        let asker = Asker { deadline, reply };
+        let waiting = Waiting { claim, asker };
         self.lane.try_send(waiting).map_err(|error| match error {
             TrySendError::Full(_) => GateError::Overloaded,
             TrySendError::Closed(_) => StoreError::Unexpected("the lane has ended".into()).into(),
         })?;
         match timeout_at(deadline.into(), answer).await {
-            Ok(Ok(Answer::Decided(verdict))) => Ok(verdict),
+            Ok(Ok(Answer::Decided(decided))) => decided,
             Ok(Ok(Answer::Alone(claim))) => {
-                let alone = move |store: &dyn Store| store.claim(&[claim], Batch::Array);
+                let alone = move |store: &dyn Store| store.claim_all(&[claim]);
                 Ok(self.ask_until(deadline, alone).await?.remove(0))
             }
-            Ok(Ok(Answer::Lost(why))) => Err(StoreError::CommitLost(why).into()),
             // The lane drops what it comes to too late.
             Ok(Err(_)) | Err(_) => Err(StoreError::Unavailable("no answer in time".into()).into()),
         }
@@ -119,12 +137,8 @@ impl Gate {
     /// # Errors
     ///
     /// There is no answer.
-    pub async fn claim_all(
-        &self,
-        claims: Vec<Claim>,
-    ) -> Result<Vec<Result<Verdict, KeyReused>>, GateError> {
-        self.ask(move |store| store.claim(&claims, Batch::Array))
-            .await
+    pub async fn claim_all(&self, claims: Vec<Claim>) -> Result<Vec<Decided>, GateError> {
+        self.ask(move |store| store.claim_all(&claims)).await
     }
 
     /// Records what became of the work; none where the key is unknown.
@@ -202,36 +216,49 @@ impl Gate {
     }
 }
 
-/// Takes whatever has queued up while the last statement ran, and puts it to the store as one.
-/// Nothing waits for more to come. A claim whose caller has gone is decided all the same.
-fn run_lane(store: &dyn Store, mut queue: mpsc::Receiver<Waiting>, batch: usize) {
+/// Takes whatever has queued up while the last batch was decided, and decides it as one. Nothing
+/// waits for more to come. A claim whose caller has gone is decided all the same. What `decide`
+/// leaves goes on to the `next` lane.
+fn run_lane(
+    mut queue: mpsc::Receiver<Waiting>,
+    batch: usize,
+    decide: impl Fn(&[Claim]) -> Vec<Result<Option<Decided>, StoreError>>,
+    next: Option<&mpsc::Sender<Waiting>>,
+) {
     let mut waiting = Vec::with_capacity(batch);
     while queue.blocking_recv_many(&mut waiting, batch) > 0 {
         let now = Instant::now();
-        let in_time = waiting.drain(..).filter(|waiting| now < waiting.deadline);
-        let (claims, askers): (Vec<Claim>, Vec<_>) = in_time
+        waiting.retain(|waiting: &Waiting| now < waiting.asker.deadline);
+        let (claims, askers): (Vec<Claim>, Vec<Asker>) = waiting
+            .drain(..)
             .map(|waiting| (waiting.claim, waiting.asker))
             .unzip();
         if claims.is_empty() {
             continue;
         }
-        // A panic must not end the lane: what is tried alone then is answered as any other.
-        let decided = catch_unwind(AssertUnwindSafe(|| store.claim(&claims, Batch::Lane)))
-            .unwrap_or_else(|_| Err(StoreError::Unexpected("the store has panicked".into())));
-        let answers: Vec<Answer> = match decided {
-            Ok(verdicts) => verdicts.into_iter().map(Answer::Decided).collect(),
-            Err(StoreError::CommitLost(why)) => vec![why; claims.len()]
-                .into_iter()
-                .map(Answer::Lost)
-                .collect(),
-            Err(error) => {
-                log::debug!("{} claims are tried alone: {error}", claims.len());
-                claims.into_iter().map(Answer::Alone).collect()
-            }
-        };
-        for (asker, answer) in askers.into_iter().zip(answers) {
+        // A panic must not end the lane. Nobody knows what has happened before it.
+        let decided = catch_unwind(AssertUnwindSafe(|| decide(&claims))).unwrap_or_else(|_| {
+            let panicked = || StoreError::CommitLost("the store has panicked".into());
+            claims.iter().map(|_| Err(panicked())).collect()
+        });
+        for ((claim, asker), decided) in claims.into_iter().zip(askers).zip(decided) {
+            let answer = match decided {
+                Ok(Some(decided)) => Answer::Decided(Ok(decided)),
+                Err(lost @ StoreError::CommitLost(_)) => Answer::Decided(Err(lost.into())),
+                Err(error) => {
+                    log::debug!("a claim is tried alone: {error}");
+                    Answer::Alone(claim)
+                }
+                Ok(None) => {
+                    if let Some(Ok(place)) = next.map(mpsc::Sender::try_reserve) {
+                        place.send(Waiting { claim, asker });
+                        continue;
+                    }
+                    Answer::Decided(Err(GateError::Overloaded))
+                }
+            };
             // Nobody listens any more where the caller has gone.
-            let _ = asker.send(answer);
+            let _ = asker.reply.send(answer);
         }
     }
 }

@@ -179,6 +179,19 @@ fn tables_restored_without_the_list_of_migrations_are_adopted() {
     assert_eq!(claim(&service, "key")["external_id"], "ch_1");
 }
 
+/// `pg_dump --table` leaves functions out.
+#[test]
+fn tables_restored_without_the_function_are_completed() {
+    let database = Arc::new(Database::new(Backend::Postgres));
+    let service = Service::start_beside(Arc::clone(&database), &[]);
+    done_key(&service, "key");
+    drop(service);
+    database.sql("DROP FUNCTION dedup_gate_won");
+    let service = Service::start_beside(database, &[]);
+    assert_eq!(claim(&service, "key")["external_id"], "ch_1");
+    assert_eq!(claim(&service, "new")["claimed"], true);
+}
+
 #[test]
 fn sqlite_times_of_every_form_are_read_and_listed() {
     let database = made_by_hand(Backend::Sqlite, gate(Backend::Sqlite));

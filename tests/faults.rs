@@ -1,8 +1,9 @@
 //! What happens when something breaks: an honest answer, and recovery without help.
 
+use std::collections::HashSet;
 use std::process::Command;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::Duration;
 
 use serde_json::json;
@@ -160,6 +161,96 @@ fn the_service_is_killed_under_load_on_sqlite() {
         running.wait();
         running = Service::start_beside(Arc::clone(&database), &settings);
     });
+}
+
+/// Claims beside a contest, on 64 connections: each has a key of its own. They end with it.
+struct Crowd {
+    is_over: Arc<AtomicBool>,
+    members: Vec<std::thread::JoinHandle<Vec<String>>>,
+}
+
+impl Crowd {
+    fn gather(clients: &[Client]) -> Self {
+        let is_over = Arc::new(AtomicBool::new(false));
+        let members = (0..64)
+            .map(|member| {
+                let client = clients[member % clients.len()].clone();
+                let is_over = Arc::clone(&is_over);
+                std::thread::spawn(move || {
+                    let mut told = Vec::new();
+                    for number in 0.. {
+                        if is_over.load(Ordering::SeqCst) {
+                            break;
+                        }
+                        let key = format!("crowd-{member}-{number}");
+                        let claim = json!({"idempotency_key": key, "claimant": "a"});
+                        let headers = [
+                            ("Content-Type", "application/json"),
+                            ("X-API-Key", "secret-of-n8n"),
+                        ];
+                        let body = claim.to_string();
+                        let sent = client.try_send("POST", "/claim", &headers, body.as_bytes());
+                        // Whatever is not answered is not counted on.
+                        if sent
+                            .is_ok_and(|reply| reply.status == 200 && reply.body["claimed"] == true)
+                        {
+                            told.push(key);
+                        }
+                    }
+                    told
+                })
+            })
+            .collect();
+        Self { is_over, members }
+    }
+
+    /// The keys of which somebody was told that they are claimed.
+    fn dismiss(self) -> Vec<String> {
+        self.is_over.store(true, Ordering::SeqCst);
+        let told = self
+            .members
+            .into_iter()
+            .map(|member| member.join().unwrap());
+        told.flatten().collect()
+    }
+}
+
+/// A replica on Postgres is killed, again and again, while its lanes are full: each key has one
+/// winner, and what anybody was told is there.
+#[test]
+fn a_replica_is_killed_under_load_on_postgres() {
+    let port = super::helpers::postgres::free_port();
+    let listen = format!("127.0.0.1:{port}");
+    let settings = [("API_KEYS", API_KEYS), ("LISTEN", listen.as_str())];
+    let database = Arc::new(Database::new(Backend::Postgres));
+    let stays = Service::start_beside(Arc::clone(&database), &[("API_KEYS", API_KEYS)]);
+    let mut dies = Service::start_beside(Arc::clone(&database), &settings);
+    let clients = [stays.client(), dies.client()];
+    let crowd = Crowd::gather(&clients);
+    let progress = AtomicUsize::new(0);
+    let keys = 400;
+    let record = std::thread::scope(|scope| {
+        let contest = scope.spawn(|| contest(&clients, "key", keys, &json!({}), &progress));
+        for time in 1..=3 {
+            wait_until("a part is through", || {
+                progress.load(Ordering::SeqCst) > keys * 8 * time / 4
+            });
+            dies.signal("KILL");
+            dies.wait();
+            dies = Service::start_beside(Arc::clone(&database), &settings);
+        }
+        contest.join().unwrap()
+    });
+    let told = crowd.dismiss();
+    assert_one_winner_each(&record, keys, 1);
+    assert!(told.len() > 1000, "{}", told.len());
+    let there = database.sql("SELECT idempotency_key FROM processed_orders");
+    let there: HashSet<&str> = there.lines().collect();
+    let lost: Vec<&String> = told
+        .iter()
+        .filter(|key| !there.contains(key.as_str()))
+        .collect();
+    assert!(lost.is_empty(), "{lost:?}");
 }
 
 /// The file cannot grow any more: what is not stored is not claimed, what was claimed stays.

@@ -5,7 +5,7 @@ use std::process::{Child, Command, Stdio};
 use std::sync::Barrier;
 
 use chrono::TimeDelta;
-use dedup_gate::domain::claim::{Batch, Claim, Door, OnStale};
+use dedup_gate::domain::claim::{Claim, Door, OnStale};
 use dedup_gate::domain::ledger::Holder;
 use dedup_gate::domain::text::IdempotencyKey;
 use dedup_gate::store::Store;
@@ -218,8 +218,9 @@ fn behind_proxy() -> (Lossy, Service) {
 #[test]
 fn a_lost_commit_is_not_answered_by_a_guess() {
     let (proxy, service) = behind_proxy();
+    // The statement that wins a key commits by itself.
     let claim = json!({"idempotency_key": "nobody's"});
-    proxy.lose("COMMIT\0", 1);
+    proxy.lose("nobody's", 1);
     assert_eq!(
         service.post("/claim", &claim).problem(503),
         "store_unavailable"
@@ -231,7 +232,7 @@ fn a_lost_commit_is_not_answered_by_a_guess() {
         (&json!("claimed"), &json!(0))
     );
 
-    let claim = json!({"idempotency_key": "a's", "claimant": "a"});
+    let claim = json!({"idempotency_key": "a's", "claimant": "a", "pending": true});
     proxy.lose("COMMIT\0", 1);
     assert_eq!(
         service.post("/claim", &claim).problem(503),
@@ -254,7 +255,7 @@ fn a_connection_that_breaks_before_the_commit_fails_no_claim() {
             1,
         );
         let claims: Vec<Value> = (0..16)
-            .map(|number| json!({"idempotency_key": format!("{round}-{number}"), "claimant": "a"}))
+            .map(|number| json!({"idempotency_key": format!("{round}-{number}"), "claimant": "a", "pending": true}))
             .collect();
         for reply in claim_at_once(&service, &claims) {
             assert_eq!(reply.ok()["claimed"], true);
@@ -287,16 +288,66 @@ fn what_a_batch_opens_behind_its_own_claim_is_stored() {
             on_stale: OnStale::Hold,
             door: Door::Gate,
         };
-        let verdicts = store.claim(&[claim(None), claim(Some(900))], Batch::Lane);
+        let decided = store.claim_known(&[claim(None), claim(Some(900))]);
         assert!(
-            verdicts
-                .unwrap()
+            decided
                 .into_iter()
-                .all(|verdict| verdict.unwrap().claimed)
+                .all(|decided| decided.unwrap().unwrap().claimed)
         );
         let is_marked = "SELECT count(*) FROM processed_orders WHERE in_ledger";
         assert_eq!(database.sql(is_marked), "1", "{backend:?}");
         assert_eq!(database.sql("SELECT status FROM run_ledger"), "pending");
         assert_eq!(database.sql("SELECT count(*) FROM run_history"), "2");
     }
+}
+
+/// The ledger knows a key whose row of the gate somebody has deleted: whoever claims it in the
+/// same batch as others is told so, and the others are not held up.
+#[test]
+fn what_is_done_stays_done_where_its_row_of_the_gate_is_deleted() {
+    on_both(|service| {
+        service.claim(json!({"idempotency_key": "paid", "claimant": "a", "pending": true}));
+        let report = json!({"idempotency_key": "paid", "attempt": 1, "external_id": "ch_1"});
+        service.post("/ledger/done", &report).ok();
+        service
+            .database
+            .sql("DELETE FROM processed_orders WHERE idempotency_key = 'paid'");
+        let claims: Vec<Value> = (0..16)
+            .map(|number| match number {
+                3 => json!({"idempotency_key": "paid", "claimant": "b"}),
+                _ => json!({"idempotency_key": format!("free-{number}"), "claimant": "b"}),
+            })
+            .collect();
+        for (number, reply) in claim_at_once(service, &claims).into_iter().enumerate() {
+            assert_eq!(reply.ok()["claimed"], number != 3);
+        }
+        let again = service.claim(json!({"idempotency_key": "paid", "claimant": "c"}));
+        assert_eq!(
+            (
+                &again["claimed"],
+                &again["external_id"],
+                &again["seen_again"]
+            ),
+            (&json!(false), &json!("ch_1"), &json!(2))
+        );
+    });
+}
+
+/// Whatever the database's defaults are, the lanes decide.
+#[test]
+fn a_lane_goes_by_no_default_of_the_database() {
+    let database = Database::new(Backend::Postgres);
+    let name = database.sql("SELECT current_database()");
+    for setting in [
+        "default_transaction_isolation = 'serializable'",
+        "synchronous_commit = off",
+        "plan_cache_mode = force_custom_plan",
+    ] {
+        database.sql(&format!("ALTER DATABASE {name} SET {setting}"));
+    }
+    let service = Service::start_on(database, &[]);
+    let claim = json!({"idempotency_key": "k", "claimant": "a"});
+    assert_eq!(service.claim(claim)["claimed"], true);
+    let other = json!({"idempotency_key": "k", "claimant": "b"});
+    assert_eq!(service.claim(other)["seen_again"], 1);
 }

@@ -211,6 +211,11 @@ pub fn decode<T: DeserializeOwned>(value: Value, pointer: &str) -> Result<T, Inv
     if !value.is_object() {
         return Err(Invalid::new(pointer, "must be an object"));
     }
+    // Where nothing is wrong, nobody needs the path to it.
+    T::deserialize(&value).or_else(|_| with_path(value, pointer))
+}
+
+fn with_path<T: DeserializeOwned>(value: Value, pointer: &str) -> Result<T, Invalid> {
     serde_path_to_error::deserialize(value).map_err(|error| {
         let mut pointer = pointer.to_owned();
         for segment in error.path() {

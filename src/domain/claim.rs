@@ -1,5 +1,6 @@
 //! Who wins a key: the rules of the contract's table, in one place.
 
+use std::borrow::Borrow;
 use std::collections::BTreeMap;
 
 use chrono::TimeDelta;
@@ -299,6 +300,14 @@ fn event(state: &KeyState, happening: Happening, now: Time) -> Event {
     }
 }
 
+/// The verdict of a claim that has made the row of its key, at this time.
+pub fn first(claim: &Claim, at: Time) -> Verdict {
+    verdict(claim, first_claim(claim, at), at)
+}
+
+/// What a claim comes to, or that its key was claimed with another payload.
+pub type Decided = Result<Verdict, KeyReused>;
+
 /// What the store found for a key, with the key's row locked.
 #[derive(Debug, Clone, PartialEq)]
 #[expect(
@@ -356,15 +365,16 @@ pub struct Write {
 ///
 /// Where `found` lacks the key of a claim: to go on would be to guess.
 pub fn decide_all(
-    claims: &[Claim],
+    claims: &[impl Borrow<Claim>],
     batch: Batch,
     found: &BTreeMap<IdempotencyKey, Found>,
     now: Time,
     replay_window: TimeDelta,
-) -> (Vec<Result<Verdict, KeyReused>>, Vec<Write>) {
+) -> (Vec<Decided>, Vec<Write>) {
     let mut writes: BTreeMap<IdempotencyKey, Write> = BTreeMap::new();
     let mut verdicts = Vec::with_capacity(claims.len());
     for claim in claims {
+        let claim = claim.borrow();
         let decision = match writes.get(&claim.key).map(|write| &write.state) {
             Some(state) if batch == Batch::Lane => decide(Some(state), claim, now, replay_window),
             Some(state) if !state.window_passed(now) && is_mismatch(state, claim) => Err(KeyReused),

@@ -9,6 +9,7 @@ mod rows;
 mod schema;
 pub mod sqlite;
 
+use std::borrow::Borrow;
 use std::collections::BTreeMap;
 
 use diesel::r2d2::PoolError;
@@ -16,26 +17,30 @@ use diesel::result::{DatabaseErrorKind, Error as DieselError};
 
 use self::rows::{GateRow, LedgerRow, Seen};
 use crate::domain::Time;
-use crate::domain::claim::{Batch, Claim, KeyReused, Verdict};
+use crate::domain::claim::{Claim, Decided};
 use crate::domain::ledger::{Event, KeyState, Refusal, Report, Status};
 use crate::domain::text::IdempotencyKey;
 
-/// A database that keeps the gate and the ledger. Every call is one transaction, blocks the
-/// thread that makes it, and has either happened wholly or not at all when it fails; only
-/// where the connection broke during the commit nobody knows, and asking again tells.
+/// A database that keeps the gate and the ledger. Every call is one transaction (but
+/// [`Store::claim_new`] and [`Store::claim_known`]), blocks the thread that makes it, and has either happened wholly or not
+/// at all when it fails; only where the connection broke during the commit nobody knows, and asking
+/// again tells.
 pub trait Store: Send + Sync {
-    /// Decides a batch of claims, in their order. In [`Batch::Array`], one key that is reused
-    /// with another payload refuses them all: then nothing is written, and the claims at fault
-    /// say so.
+    /// Decides an array of claims, in their order. One key that is reused with another payload
+    /// refuses them all: then nothing is written, and the claims at fault say so.
     ///
     /// # Errors
     ///
     /// The database could not do it.
-    fn claim(
-        &self,
-        claims: &[Claim],
-        batch: Batch,
-    ) -> Result<Vec<Result<Verdict, KeyReused>>, StoreError>;
+    fn claim_all(&self, claims: &[Claim]) -> Result<Vec<Decided>, StoreError>;
+
+    /// Decides what can be decided at once of claims whose callers know nothing of each other.
+    /// Each has an answer, or an error, of its own; or none, and then it is for
+    /// [`Store::claim_known`]. One call comes at a time.
+    fn claim_new(&self, claims: &[Claim]) -> Vec<Result<Option<Decided>, StoreError>>;
+
+    /// Decides what that leaves, one call at a time.
+    fn claim_known(&self, claims: &[Claim]) -> Vec<Result<Decided, StoreError>>;
 
     /// Records what became of the work; none where the key is unknown.
     ///
@@ -111,9 +116,10 @@ fn history(state: &KeyState, written: Vec<Event>) -> Vec<Event> {
 }
 
 /// The first claim on each key of a batch, in the order of the keys.
-fn first_of_each_key(claims: &[Claim]) -> BTreeMap<&IdempotencyKey, &Claim> {
+fn first_of_each_key<C: Borrow<Claim>>(claims: &[C]) -> BTreeMap<&IdempotencyKey, &Claim> {
     let mut firsts = BTreeMap::new();
     for claim in claims {
+        let claim = claim.borrow();
         firsts.entry(&claim.key).or_insert(claim);
     }
     firsts
@@ -193,7 +199,7 @@ impl Page {
 }
 
 /// Why the database could not do something. The texts are for the log.
-#[derive(Debug, thiserror::Error)]
+#[derive(Debug, Clone, thiserror::Error)]
 pub enum StoreError {
     /// It is out of reach, is going down, is full, or did not answer in time: what was asked
     /// may be asked again.

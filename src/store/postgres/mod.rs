@@ -1,11 +1,13 @@
 //! The store on Postgres. Any number of replicas may share one database.
 
 mod adopt;
+mod claim;
 mod insert;
+mod lane;
 mod list;
 
-use std::collections::BTreeMap;
-use std::sync::{Mutex, PoisonError};
+use std::collections::{BTreeMap, HashSet};
+use std::sync::Mutex;
 use std::time::{Duration, Instant as Clock};
 
 use chrono::TimeDelta;
@@ -17,20 +19,25 @@ use diesel::prelude::*;
 use diesel::query_builder::{AstPass, QueryFragment, QueryId};
 use diesel::r2d2::{ConnectionManager, Pool};
 use diesel::result::{DatabaseErrorKind, Error as DieselError};
-use diesel::sql_types::{Array, BigInt, Bool, Nullable, Text};
+use diesel::sql_types::{BigInt, Bool, Text};
 use diesel_migrations::{EmbeddedMigrations, MigrationHarness, embed_migrations};
 
+use self::claim::New;
+use self::lane::Lane;
 use super::rows::{self, At, GateRow, HistoryRow, LedgerRow};
 use super::schema::{
     Instant, processed_orders as gate, run_history as history, run_ledger as ledger,
 };
 use super::{Entry, Filter, Page, Settled, StartError, Store, StoreError};
 use crate::domain::Time;
-use crate::domain::claim::{Batch, Claim, Found, KeyReused, Verdict, Write, decide_all};
+use crate::domain::claim::{Batch, Claim, Decided};
 use crate::domain::ledger::{Event, Report, settle};
 use crate::domain::text::IdempotencyKey;
 
 const MIGRATIONS: EmbeddedMigrations = embed_migrations!("migrations/postgres");
+
+/// The migration that makes the function; it may be run again.
+const LANE: &str = include_str!("../../../migrations/postgres/2026-11-30-000002_lane/up.sql");
 
 /// How long a connection may take, be it a new one or one of the pool.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(1);
@@ -40,21 +47,11 @@ const CONNECT_TIMEOUT: Duration = Duration::from_secs(1);
 const TRIES: u32 = 3;
 const RETRY_WITHIN: Duration = Duration::from_millis(1500);
 
-/// How often a row is tried to be made that is neither made nor there.
-const INSERT_TRIES: u32 = 5;
-
 /// Set in each transaction, not in the session, so that they hold behind a pooler too. A claim
-/// is never confirmed before it is flushed, whatever the server's default.
+/// is never confirmed before it is flushed, whatever the server's default. All rows are found by
+/// their keys: a plan that reads a whole table, made while that is empty, would be kept.
 const SETTINGS: &str = "SET LOCAL lock_timeout = '1500ms'; \
-    SET LOCAL statement_timeout = '2s'; \
-    SET LOCAL idle_in_transaction_session_timeout = '5s'; \
-    SELECT set_config('synchronous_commit', 'on', true) \
-    WHERE current_setting('synchronous_commit') = 'off'";
-
-/// The same for the lane, in one message with the beginning. It waits for no lock for long, since
-/// others wait behind it.
-const BEGIN_LANE: &str = "BEGIN ISOLATION LEVEL READ COMMITTED; \
-    SET LOCAL lock_timeout = '200ms'; \
+    SET LOCAL enable_seqscan = off; \
     SET LOCAL statement_timeout = '2s'; \
     SET LOCAL idle_in_transaction_session_timeout = '5s'; \
     SELECT set_config('synchronous_commit', 'on', true) \
@@ -67,10 +64,10 @@ const MIGRATION_LOCK: i64 = 0x64_65_64_75_70;
 /// The gate and the ledger in a Postgres database.
 pub struct PostgresStore {
     pool: Pool<ConnectionManager<PgConnection>>,
-    url: String,
-    /// The lane's own connection, which needs no look whether it still lives: a batch that fails
-    /// is tried again claim by claim, on connections of the pool.
-    lane: Mutex<Option<PgConnection>>,
+    /// For claims on keys that are new, most of them.
+    new: Mutex<New>,
+    /// For the others.
+    known: Mutex<Lane>,
     replay_window: TimeDelta,
 }
 
@@ -125,8 +122,11 @@ impl PostgresStore {
             .build_unchecked(ConnectionManager::new(&url));
         Ok(Self {
             pool,
-            url,
-            lane: Mutex::new(None),
+            new: Mutex::new(New {
+                lane: Lane::new(url.clone()),
+                left: HashSet::new(),
+            }),
+            known: Mutex::new(Lane::new(url)),
             replay_window,
         })
     }
@@ -146,7 +146,12 @@ impl PostgresStore {
                 let applied = applied_migrations(connection)?;
                 let ours = our_migrations()?;
                 // Nothing is written where nothing is to be done: the role may not be allowed to.
-                if ours.iter().all(|version| applied.contains(version)) {
+                let is_current = ours.iter().all(|version| applied.contains(version));
+                let has_function: bool = diesel::select(sql::<Bool>(
+                    "to_regprocedure('dedup_gate_won(text[])') IS NOT NULL",
+                ))
+                .get_result(connection)?;
+                if is_current && has_function {
                     return Ok(());
                 }
                 if is_read_only(connection)? {
@@ -164,6 +169,10 @@ impl PostgresStore {
                          LOCK TABLE processed_orders IN ACCESS EXCLUSIVE MODE; \
                      END IF; END $$",
                 )?;
+                if is_current {
+                    // A dump of tables alone holds no function.
+                    return Ok(connection.batch_execute(LANE)?);
+                }
                 connection
                     .run_pending_migrations(MIGRATIONS)
                     .map_err(Migration::Failed)?;
@@ -178,58 +187,6 @@ impl PostgresStore {
                 Migration::Database(error) => StartError::Unavailable(one_line(&error.to_string())),
                 Migration::Waiting(what) => StartError::Unavailable(what.into()),
             })
-    }
-
-    /// Decides claims, and writes what that changes.
-    fn decide(
-        &self,
-        connection: &mut PgConnection,
-        claims: &[Claim],
-        batch: Batch,
-    ) -> Result<Vec<Result<Verdict, KeyReused>>, StoreError> {
-        let found = find(connection, &super::first_of_each_key(claims))?;
-        // Where all are new, it is the time at which they were made.
-        let made: Option<Vec<Time>> = found.values().map(Found::made_at).collect();
-        let now = match made.and_then(|made| made.into_iter().max()) {
-            Some(now) => now,
-            None => clock(connection)?,
-        };
-        let (verdicts, writes) = decide_all(claims, batch, &found, now, self.replay_window);
-        // An array with a fault is rolled back: see Store::claim.
-        if batch == Batch::Lane || verdicts.iter().all(Result::is_ok) {
-            write_all(connection, &writes, &found)?;
-        }
-        Ok(verdicts)
-    }
-
-    /// Decides a batch of the lane, on its connection. Whatever fails is not tried again here.
-    fn claim_in_lane(
-        &self,
-        claims: &[Claim],
-    ) -> Result<Vec<Result<Verdict, KeyReused>>, StoreError> {
-        let mut kept = self.lane.lock().unwrap_or_else(PoisonError::into_inner);
-        // Taken, so that a connection in the middle of something is not used again.
-        let mut connection = match kept.take() {
-            Some(connection) => connection,
-            None => PgConnection::establish(&self.url)
-                .map_err(|error| StoreError::Unavailable(one_line(&error.to_string())))?,
-        };
-        let decided = connection
-            .batch_execute(BEGIN_LANE)
-            .map_err(StoreError::from)
-            .and_then(|()| self.decide(&mut connection, claims, Batch::Lane));
-        let end = if decided.is_ok() {
-            "COMMIT"
-        } else {
-            "ROLLBACK"
-        };
-        let ended = connection.batch_execute(end);
-        if ended.is_ok() {
-            *kept = Some(connection);
-        }
-        let verdicts = decided?;
-        ended.map_err(|error| StoreError::CommitLost(one_line(&error.to_string())))?;
-        Ok(verdicts)
     }
 
     /// Runs `work` on what the database holds at one moment.
@@ -397,6 +354,9 @@ fn lock_gate(
     connection: &mut PgConnection,
     keys: &[&str],
 ) -> QueryResult<BTreeMap<String, GateRow>> {
+    if keys.is_empty() {
+        return Ok(BTreeMap::new());
+    }
     let rows: Vec<GateRow> = gate::table
         .filter(gate::idempotency_key.eq_any(keys))
         .order(ByKey)
@@ -414,6 +374,9 @@ fn lock_ledger(
     connection: &mut PgConnection,
     keys: &[&str],
 ) -> QueryResult<BTreeMap<String, LedgerRow>> {
+    if keys.is_empty() {
+        return Ok(BTreeMap::new());
+    }
     let rows: Vec<LedgerRow> = ledger::table
         .filter(ledger::idempotency_key.eq_any(keys))
         .order(ByKey)
@@ -424,131 +387,6 @@ fn lock_ledger(
         .into_iter()
         .map(|row| (row.idempotency_key.clone(), row))
         .collect())
-}
-
-/// Makes or locks the row of every key that is claimed, and says what is known of it.
-fn find(
-    connection: &mut PgConnection,
-    firsts: &BTreeMap<&IdempotencyKey, &Claim>,
-) -> Result<BTreeMap<IdempotencyKey, Found>, StoreError> {
-    let mut new = BTreeMap::new();
-    let mut old = BTreeMap::new();
-    // A row that stood in the way of the insert may be deleted by hand before it is locked:
-    // then its key is free, and the insert is tried again. Not for ever: a trigger may keep the
-    // row from appearing.
-    for _ in 0..INSERT_TRIES {
-        let missing: Vec<&Claim> = firsts
-            .iter()
-            .filter(|(key, _)| !new.contains_key(**key) && !old.contains_key(key.as_str()))
-            .map(|(_, claim)| *claim)
-            .collect();
-        if missing.is_empty() {
-            break;
-        }
-        new.extend(insert::insert(connection, &missing)?);
-        let losers: Vec<&str> = missing
-            .iter()
-            .filter(|claim| !new.contains_key(&claim.key))
-            .map(|claim| claim.key.as_str())
-            .collect();
-        if !losers.is_empty() {
-            old.extend(lock_gate(connection, &losers)?);
-        }
-    }
-    // Winners ask the ledger too: their row of the gate may have been deleted by hand, and
-    // what is done stays done.
-    let keys: Vec<&str> = firsts.keys().map(|key| key.as_str()).collect();
-    let entries = lock_ledger(connection, &keys)?;
-    firsts
-        .keys()
-        .map(|&key| {
-            let row = old.get(key.as_str());
-            let entry = entries.get(key.as_str());
-            let found = match (rows::state(row, entry)?, new.get(key)) {
-                (Some(state), _) => Found::Known(state),
-                (None, Some(&at)) => Found::New(at),
-                (None, None) => {
-                    return Err(StoreError::Unavailable(format!(
-                        "the row of {:?} neither can be made nor is there",
-                        key.as_str()
-                    )));
-                }
-            };
-            Ok((key.clone(), found))
-        })
-        .collect()
-}
-
-/// Writes what a batch of claims has changed.
-fn write_all(
-    connection: &mut PgConnection,
-    writes: &[Write],
-    found: &BTreeMap<IdempotencyKey, Found>,
-) -> Result<(), StoreError> {
-    let seen: Vec<&Write> = writes.iter().filter(|write| write.seen > 0).collect();
-    if !seen.is_empty() {
-        count(connection, &seen)?;
-    }
-    let changed: Vec<&Write> = writes.iter().filter(|write| write.changed).collect();
-    let entries: Vec<LedgerRow> = changed
-        .iter()
-        .filter(|write| write.state.in_ledger)
-        .map(|write| LedgerRow::of_state(&write.key, &write.state))
-        .collect();
-    write_entries(connection, &entries)?;
-    let opened: Vec<&str> = changed
-        .iter()
-        .filter(|write| write.state.in_ledger)
-        .filter(|write| match &found[&write.key] {
-            Found::Known(state) => !state.in_ledger,
-            Found::New(_) => write.changed_again,
-        })
-        .map(|write| write.key.as_str())
-        .collect();
-    if !opened.is_empty() {
-        mark_opened(connection, &opened)?;
-    }
-    // A row that was made just now says all this already.
-    let claimed_anew: Vec<GateRow> = changed
-        .iter()
-        .filter(|write| !write.state.in_ledger)
-        .filter(|write| write.changed_again || matches!(found[&write.key], Found::Known(_)))
-        .map(|write| GateRow::of_state(&write.key, &write.state))
-        .collect();
-    write_gate(connection, &claimed_anew)?;
-    let events: Vec<(&IdempotencyKey, &[Event])> = changed
-        .iter()
-        .map(|write| (&write.key, write.events.as_slice()))
-        .collect();
-    write_events(connection, &events)
-}
-
-/// Adds up the duplicates of all keys in one statement.
-fn count(connection: &mut PgConnection, writes: &[&Write]) -> QueryResult<()> {
-    diesel::sql_query(
-        "UPDATE processed_orders SET seen_again = seen_again + n, last_seen_at = at \
-         FROM unnest($1, $2, $3) AS seen (k, n, at) WHERE idempotency_key = k",
-    )
-    .bind::<Array<Text>, _>(
-        writes
-            .iter()
-            .map(|write| write.key.as_str())
-            .collect::<Vec<_>>(),
-    )
-    .bind::<Array<BigInt>, _>(
-        writes
-            .iter()
-            .map(|write| write.seen.cast_signed())
-            .collect::<Vec<_>>(),
-    )
-    .bind::<Array<Nullable<Instant>>, _>(
-        writes
-            .iter()
-            .map(|write| write.state.last_seen_at.map(At))
-            .collect::<Vec<_>>(),
-    )
-    .execute(connection)?;
-    Ok(())
 }
 
 /// Writes rows of the ledger, which are locked or not there yet.
@@ -674,21 +512,22 @@ fn read_history(
 }
 
 impl Store for PostgresStore {
-    fn claim(
-        &self,
-        claims: &[Claim],
-        batch: Batch,
-    ) -> Result<Vec<Result<Verdict, KeyReused>>, StoreError> {
-        if batch == Batch::Lane {
-            return self.claim_in_lane(claims);
-        }
+    fn claim_all(&self, claims: &[Claim]) -> Result<Vec<Decided>, StoreError> {
         self.transact(|connection| {
-            let verdicts = self.decide(connection, claims, batch)?;
+            let verdicts = self.decide(connection, claims, Batch::Array)?;
             if verdicts.iter().any(Result::is_err) {
                 return Err(Undo::Answer(Box::new(verdicts)));
             }
             Ok(verdicts)
         })
+    }
+
+    fn claim_new(&self, claims: &[Claim]) -> Vec<Result<Option<Decided>, StoreError>> {
+        self.decide_new(claims)
+    }
+
+    fn claim_known(&self, claims: &[Claim]) -> Vec<Result<Decided, StoreError>> {
+        self.decide_known(claims)
     }
 
     fn settle(&self, report: &Report) -> Result<Option<Settled>, StoreError> {
@@ -768,7 +607,8 @@ impl Store for PostgresStore {
             let may_write: bool = diesel::select(sql::<Bool>(
                 "has_table_privilege('processed_orders', 'SELECT, INSERT, UPDATE') \
                  AND has_table_privilege('run_ledger', 'SELECT, INSERT, UPDATE') \
-                 AND has_table_privilege('run_history', 'SELECT, INSERT')",
+                 AND has_table_privilege('run_history', 'SELECT, INSERT') \
+                 AND has_function_privilege('dedup_gate_won(text[])', 'EXECUTE')",
             ))
             .get_result(connection)?;
             if !may_write {

@@ -1,0 +1,5 @@
+-- The key in it weighed more than all the rest. Lists sort by it what was claimed at the same time.
+DROP INDEX IF EXISTS processed_orders_newest;
+CREATE INDEX processed_orders_newest ON processed_orders (
+    coalesce(strftime('%Y-%m-%dT%H:%M:%fZ', processed_at), '1970-01-01T00:00:00.000Z')
+) WHERE NOT in_ledger;
