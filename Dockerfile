@@ -18,6 +18,7 @@ WORKDIR /build
 
 # A layer of the dependencies alone: it is built anew only when Cargo.toml or Cargo.lock change. What came of
 # the stand-in is thrown away again, or cargo, which compares times, could take it for the real crate.
+COPY .cargo .cargo
 COPY Cargo.toml Cargo.lock ./
 RUN mkdir src \
  && echo 'fn main() {}' > src/main.rs \

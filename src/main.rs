@@ -5,6 +5,11 @@ use std::process::ExitCode;
 use clap::Parser;
 use dedup_gate::app;
 use dedup_gate::config::{Cli, Command};
+use mimalloc::MiMalloc;
+
+/// A claim makes and frees some dozens of small pieces of memory, often on another thread.
+#[global_allocator]
+static ALLOCATOR: MiMalloc = MiMalloc;
 
 #[actix_web::main]
 async fn main() -> ExitCode {
