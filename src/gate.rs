@@ -24,20 +24,20 @@ use crate::store::{Entry, Filter, Page, Settled, Store, StoreError};
 /// three seconds.
 const DEADLINE: Duration = Duration::from_millis(2500);
 
-/// How many callers may wait for the store outside the lane. What they wait for may be large.
+/// How many callers may wait for the store outside the lanes. What they wait for may be large.
 const QUEUE: usize = 512;
 
 /// Asks the store, and never for longer than a caller waits.
 pub struct Gate {
     store: Arc<dyn Store>,
     lane: mpsc::Sender<Waiting>,
-    /// As many as the store takes calls at a time beside the lane, so that threads do not pile up
+    /// As many as the store takes calls at a time beside the lanes, so that threads do not pile up
     /// behind it.
     connections: Arc<Semaphore>,
     queue: Semaphore,
 }
 
-/// How many claims the lane takes.
+/// How many claims a lane takes.
 #[derive(Debug, Clone, Copy)]
 pub struct LaneLimits {
     /// How many may wait.
@@ -77,7 +77,7 @@ pub enum GateError {
 }
 
 impl Gate {
-    /// A gate before a store that takes `connections` calls at a time beside the lane.
+    /// A gate before a store that takes `connections` calls at a time beside the lanes.
     pub fn new(store: Arc<dyn Store>, connections: u32, limits: LaneLimits) -> Self {
         let (lane, new) = mpsc::channel(limits.queue);
         let (left, known) = mpsc::channel(limits.queue);

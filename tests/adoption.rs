@@ -168,28 +168,22 @@ fn an_adopted_database_is_known_at_the_next_start() {
     }
 }
 
+/// A dump of our tables alone holds neither the list of migrations nor the function.
 #[test]
-fn tables_restored_without_the_list_of_migrations_are_adopted() {
-    let database = Arc::new(Database::new(Backend::Postgres));
-    let service = Service::start_beside(Arc::clone(&database), &[]);
-    done_key(&service, "key");
-    drop(service);
-    database.sql("DROP TABLE __diesel_schema_migrations");
-    let service = Service::start_beside(database, &[]);
-    assert_eq!(claim(&service, "key")["external_id"], "ch_1");
-}
-
-/// `pg_dump --table` leaves functions out.
-#[test]
-fn tables_restored_without_the_function_are_completed() {
-    let database = Arc::new(Database::new(Backend::Postgres));
-    let service = Service::start_beside(Arc::clone(&database), &[]);
-    done_key(&service, "key");
-    drop(service);
-    database.sql("DROP FUNCTION dedup_gate_won");
-    let service = Service::start_beside(database, &[]);
-    assert_eq!(claim(&service, "key")["external_id"], "ch_1");
-    assert_eq!(claim(&service, "new")["claimed"], true);
+fn restored_tables_are_completed() {
+    for lost in [
+        "DROP TABLE __diesel_schema_migrations",
+        "DROP FUNCTION dedup_gate_won",
+    ] {
+        let database = Arc::new(Database::new(Backend::Postgres));
+        let service = Service::start_beside(Arc::clone(&database), &[]);
+        done_key(&service, "key");
+        drop(service);
+        database.sql(lost);
+        let service = Service::start_beside(database, &[]);
+        assert_eq!(claim(&service, "key")["external_id"], "ch_1");
+        assert_eq!(claim(&service, "new")["claimed"], true);
+    }
 }
 
 #[test]

@@ -2,7 +2,7 @@
 
 use std::io::{BufRead, BufReader, Write};
 use std::process::{Child, Command, Stdio};
-use std::sync::Barrier;
+use std::sync::{Arc, Barrier};
 
 use chrono::TimeDelta;
 use dedup_gate::domain::claim::{Claim, Door, OnStale};
@@ -264,6 +264,23 @@ fn a_connection_that_breaks_before_the_commit_fails_no_claim() {
     }
 }
 
+/// A claim of `a`'s, for use straight at a store.
+fn claim(key: &str, pending: Option<u32>) -> Claim {
+    Claim {
+        key: IdempotencyKey::from_store(key.into()),
+        order_id: None,
+        holder: Some(Holder {
+            claimant: "a".into(),
+            api_key: None,
+        }),
+        ttl_seconds: None,
+        payload_sha256: None,
+        pending,
+        on_stale: OnStale::Hold,
+        door: Door::Gate,
+    }
+}
+
 /// One batch makes a row and opens its entry: straight at the stores, since no caller can choose
 /// what shares a batch.
 #[test]
@@ -275,20 +292,7 @@ fn what_a_batch_opens_behind_its_own_claim_is_stored() {
             Backend::Sqlite => Box::new(SqliteStore::open(&database.path(), window).unwrap()),
             Backend::Postgres => Box::new(PostgresStore::open(&database.url, 1, window).unwrap()),
         };
-        let claim = |pending| Claim {
-            key: IdempotencyKey::from_store("k".into()),
-            order_id: None,
-            holder: Some(Holder {
-                claimant: "a".into(),
-                api_key: None,
-            }),
-            ttl_seconds: None,
-            payload_sha256: None,
-            pending,
-            on_stale: OnStale::Hold,
-            door: Door::Gate,
-        };
-        let decided = store.claim_known(&[claim(None), claim(Some(900))]);
+        let decided = store.claim_known(&[claim("k", None), claim("k", Some(900))]);
         assert!(
             decided
                 .into_iter()
@@ -333,21 +337,53 @@ fn what_is_done_stays_done_where_its_row_of_the_gate_is_deleted() {
     });
 }
 
-/// Whatever the database's defaults are, the lanes decide.
+/// Straight at the store, since a claim that a lane fails is tried alone.
 #[test]
 fn a_lane_goes_by_no_default_of_the_database() {
     let database = Database::new(Backend::Postgres);
+    let window = TimeDelta::seconds(1800);
+    let store = PostgresStore::open(&database.url, 1, window).unwrap();
     let name = database.sql("SELECT current_database()");
     for setting in [
         "default_transaction_isolation = 'serializable'",
         "synchronous_commit = off",
-        "plan_cache_mode = force_custom_plan",
     ] {
         database.sql(&format!("ALTER DATABASE {name} SET {setting}"));
     }
-    let service = Service::start_on(database, &[]);
-    let claim = json!({"idempotency_key": "k", "claimant": "a"});
-    assert_eq!(service.claim(claim)["claimed"], true);
-    let other = json!({"idempotency_key": "k", "claimant": "b"});
-    assert_eq!(service.claim(other)["seen_again"], 1);
+    let decided = store.claim_new(&[claim("k", None)]).remove(0);
+    assert!(decided.unwrap().unwrap().unwrap().claimed);
+    let again = store.claim_known(&[claim("k", None)]).remove(0);
+    assert!(again.unwrap().unwrap().replayed);
+}
+
+/// A plan that is made while the tables are empty would read them whole, and be kept.
+#[test]
+fn no_claim_and_no_report_reads_a_whole_table() {
+    let database = Arc::new(Database::new(Backend::Postgres));
+    let service = Service::start_beside(Arc::clone(&database), &[]);
+    let scans = |kind: &str| -> u64 {
+        let sum = format!(
+            "SELECT sum({kind}) FROM pg_stat_user_tables WHERE relname IN ('processed_orders', 'run_ledger', 'run_history')"
+        );
+        database.sql(&sum).parse().unwrap()
+    };
+    let before = (scans("seq_scan"), scans("idx_scan"));
+    for number in 0..20 {
+        let claimed = json!({"idempotency_key": format!("gate-{number}"), "claimant": "a"});
+        let opened = json!({"idempotency_key": format!("ledger-{number}"), "claimant": "a", "pending": true});
+        for claim in [&claimed, &opened] {
+            service.claim(claim.clone());
+            let mut other = claim.clone();
+            other["claimant"] = json!("b");
+            assert_eq!(service.claim(other)["claimed"], false);
+        }
+        let report = json!({"idempotency_key": format!("ledger-{number}"), "attempt": 1});
+        service.post("/ledger/done", &report).ok();
+    }
+    // What a connection has read is told when it ends, at the latest.
+    drop(service);
+    let others = "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND pid <> pg_backend_pid()";
+    wait_until("its connections have ended", || database.sql(others) == "0");
+    assert!(scans("idx_scan") > before.1 + 100);
+    assert_eq!(scans("seq_scan"), before.0);
 }

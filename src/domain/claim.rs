@@ -81,6 +81,9 @@ pub enum Change {
     State(Vec<Event>),
 }
 
+/// What a claim comes to, or that its key was claimed with another payload.
+pub type Decided = Result<Verdict, KeyReused>;
+
 /// The reply to a claim.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Verdict {
@@ -305,10 +308,7 @@ pub fn first(claim: &Claim, at: Time) -> Verdict {
     verdict(claim, first_claim(claim, at), at)
 }
 
-/// What a claim comes to, or that its key was claimed with another payload.
-pub type Decided = Result<Verdict, KeyReused>;
-
-/// What the store found for a key, with the key's row locked.
+/// What the store found for a key.
 #[derive(Debug, Clone, PartialEq)]
 #[expect(
     clippy::large_enum_variant,

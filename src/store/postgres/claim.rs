@@ -2,7 +2,6 @@
 
 use std::borrow::Borrow;
 use std::collections::{BTreeMap, HashMap, HashSet};
-use std::ptr;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use diesel::pg::{Pg, PgConnection};
@@ -13,8 +12,8 @@ use diesel::sql_types::{Array, BigInt, Nullable, Text};
 use super::insert::{Made, insert};
 use super::lane::Lane;
 use super::{
-    PostgresStore, clock, lock_gate, lock_ledger, mark_opened, write_entries, write_events,
-    write_gate,
+    PostgresStore, clock, lock_gate, lock_ledger, mark_opened, statement_timestamp, write_entries,
+    write_events, write_gate,
 };
 use crate::domain::Time;
 use crate::domain::claim::{Batch, Claim, Decided, Found, Write, decide_all, first};
@@ -42,11 +41,12 @@ impl PostgresStore {
         let won = made
             .as_ref()
             .map(|made| made.as_ref().map_or_else(HashMap::new, Made::won));
-        let asked: HashSet<*const Claim> = asked.into_iter().map(ptr::from_ref).collect();
+        // The first claim on a key is the one that was asked for.
+        let mut asked: HashSet<&IdempotencyKey> = asked.iter().map(|claim| &claim.key).collect();
         let answers: Vec<_> = claims
             .iter()
             .map(|claim| match &won {
-                _ if !asked.contains(&ptr::from_ref(claim)) => Ok(None),
+                _ if !asked.remove(&claim.key) => Ok(None),
                 Ok(won) => Ok(won.get(claim.key.as_str()).map(|&at| Ok(first(claim, at)))),
                 Err(error) => Err((*error).clone()),
             })
@@ -105,7 +105,7 @@ impl PostgresStore {
             .select((
                 GateRow::as_select(),
                 Option::<LedgerRow>::as_select(),
-                Clock,
+                statement_timestamp(),
             ))
             .load(connection)?;
         let Some(now) = rows.iter().map(|(_, _, now)| now.0).max() else {
@@ -182,25 +182,6 @@ pub(super) struct New {
 /// One batch comes at a time, so nobody waits here.
 fn enter<T>(lane: &Mutex<T>) -> MutexGuard<'_, T> {
     lane.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
-/// The time of the database. Not by `sql()`, whose statements are not kept prepared.
-#[derive(Clone, Copy, QueryId, diesel::expression::ValidGrouping)]
-struct Clock;
-
-impl Expression for Clock {
-    type SqlType = Instant;
-}
-
-impl<Source> AppearsOnTable<Source> for Clock {}
-
-impl<Source> SelectableExpression<Source> for Clock {}
-
-impl QueryFragment<Pg> for Clock {
-    fn walk_ast<'b>(&'b self, mut out: AstPass<'_, 'b, Pg>) -> QueryResult<()> {
-        out.push_sql("statement_timestamp()");
-        Ok(())
-    }
 }
 
 /// Makes or locks the row of every key that is claimed, and says what is known of it.

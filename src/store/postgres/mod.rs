@@ -317,17 +317,21 @@ fn with_defaults(url: &str) -> String {
     url
 }
 
-#[derive(QueryableByName)]
-struct Now {
-    #[diesel(sql_type = Instant)]
-    now: At,
+diesel::define_sql_function! {
+    /// The time of the database, as it is just now.
+    fn clock_timestamp() -> Instant;
+}
+
+diesel::define_sql_function! {
+    /// The time of the database when the statement came.
+    fn statement_timestamp() -> Instant;
 }
 
 /// The database's time, after whatever lock was waited for.
 fn clock(connection: &mut PgConnection) -> QueryResult<Time> {
-    diesel::sql_query("SELECT clock_timestamp() AS now")
-        .get_result::<Now>(connection)
-        .map(|row| row.now.0)
+    diesel::select(clock_timestamp())
+        .get_result::<At>(connection)
+        .map(|at| at.0)
 }
 
 /// The order in which rows are locked: that of the bytes of their keys, as here, whatever the
