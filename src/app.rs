@@ -102,7 +102,7 @@ fn bind(addresses: &[SocketAddr]) -> Result<TcpListener, String> {
 async fn open_store(settings: &Settings) -> Result<(Arc<dyn Store>, u32), String> {
     let replay_window = TimeDelta::seconds(settings.replay_window.into());
     // The others are the lanes'.
-    let connections = settings.database_connections - 2;
+    let connections = settings.database_connections - 3;
     let database = settings.database()?;
     let give_up = Instant::now() + settings.database_wait();
     let mut has_said = false;

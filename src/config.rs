@@ -44,7 +44,7 @@ pub struct Settings {
 
     /// How many connections to Postgres to hold at most
     #[arg(long, env, global = true, value_name = "COUNT", default_value_t = 16,
-          value_parser = clap::value_parser!(u32).range(3..=1000))]
+          value_parser = clap::value_parser!(u32).range(4..=1000))]
     pub database_connections: u32,
 
     /// How many claims may wait to be decided

@@ -1,9 +1,9 @@
-//! The use cases, and the way to the store: the lanes that gather concurrent claims into one
-//! statement, how many other calls the store gets at a time, and how long a caller waits.
+//! The use cases, and the way to the store: the lanes that gather concurrent claims and reports
+//! into one transaction, how many other calls the store gets at a time, and how long a caller waits.
 //!
-//! There are two lanes. The first decides what is new, which it does best alone; what is known
+//! Claims have two lanes. The first decides what is new, which it does best alone; what is known
 //! already, or is opened in the ledger with its claim, takes more statements, and goes on to the
-//! second.
+//! second. Reports have a lane of their own, so that they wait for no claim.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
@@ -24,13 +24,15 @@ use crate::store::{Entry, Filter, Page, Settled, Store, StoreError};
 /// three seconds.
 const DEADLINE: Duration = Duration::from_millis(2500);
 
-/// How many callers may wait for the store outside the lanes. What they wait for may be large.
+/// How many callers may wait for the store outside the lanes of claims. What they send, or wait
+/// for, may be large.
 const QUEUE: usize = 512;
 
 /// Asks the store, and never for longer than a caller waits.
 pub struct Gate {
     store: Arc<dyn Store>,
-    lane: mpsc::Sender<Waiting>,
+    claims: Lane<Claim, Decided>,
+    reports: Lane<Report, Option<Settled>>,
     /// As many as the store takes calls at a time beside the lanes, so that threads do not pile up
     /// behind it.
     connections: Arc<Semaphore>,
@@ -42,27 +44,30 @@ pub struct Gate {
 pub struct LaneLimits {
     /// How many may wait.
     pub queue: usize,
-    /// How many go into one statement.
+    /// How many go into one batch; this bounds reports too.
     pub batch: usize,
 }
 
-/// A claim that waits in a lane.
-struct Waiting {
-    claim: Claim,
-    asker: Asker,
+/// Where questions queue up that are answered together.
+type Lane<Q, A> = mpsc::Sender<Waiting<Q, A>>;
+
+/// A question that waits in a lane.
+struct Waiting<Q, A> {
+    question: Q,
+    asker: Asker<Q, A>,
 }
 
 /// Who waits for the answer, and until when.
-struct Asker {
+struct Asker<Q, A> {
     deadline: Instant,
-    reply: oneshot::Sender<Answer>,
+    reply: oneshot::Sender<Answer<Q, A>>,
 }
 
-/// What a lane has to say of a claim.
-enum Answer {
-    Decided(Result<Decided, GateError>),
+/// What a lane has to say of a question.
+enum Answer<Q, A> {
+    Decided(Result<A, GateError>),
     /// It has failed, maybe by another's fault: it is to be tried alone.
-    Alone(Claim),
+    Alone(Q),
 }
 
 /// Why the gate has no answer. Nothing is known then of what was asked: asking again tells.
@@ -79,28 +84,27 @@ pub enum GateError {
 impl Gate {
     /// A gate before a store that takes `connections` calls at a time beside the lanes.
     pub fn new(store: Arc<dyn Store>, connections: u32, limits: LaneLimits) -> Self {
-        let (lane, new) = mpsc::channel(limits.queue);
+        let (claims, new) = mpsc::channel(limits.queue);
         let (left, known) = mpsc::channel(limits.queue);
-        let (first, second) = (Arc::clone(&store), Arc::clone(&store));
+        let (reports, reported) = mpsc::channel(QUEUE);
+        let [first, second, third] = [&store, &store, &store].map(Arc::clone);
         // They end when the gate has gone, and with it the last of the callers.
         thread::spawn(move || {
-            run_lane(
-                new,
-                limits.batch,
-                |claims| first.claim_new(claims),
-                Some(&left),
-            );
+            let decide = |claims: &[Claim]| first.claim_new(claims);
+            run_lane(new, limits.batch, decide, Some(&left));
         });
         thread::spawn(move || {
-            let decide = |claims: &[Claim]| {
-                let decided = second.claim_known(claims).into_iter();
-                decided.map(|decided| decided.map(Some)).collect()
-            };
+            let decide = |claims: &[Claim]| decided(second.claim_known(claims));
             run_lane(known, limits.batch, decide, None);
+        });
+        thread::spawn(move || {
+            let decide = |reports: &[Report]| decided(third.settle_gathered(reports));
+            run_lane(reported, limits.batch, decide, None);
         });
         Self {
             store,
-            lane,
+            claims,
+            reports,
             connections: Arc::new(Semaphore::new(connections as usize)),
             queue: Semaphore::new(QUEUE),
         }
@@ -112,23 +116,8 @@ impl Gate {
     ///
     /// There is no answer.
     pub async fn claim(&self, claim: Claim) -> Result<Decided, GateError> {
-        let deadline = Instant::now() + DEADLINE;
-        let (reply, answer) = oneshot::channel();
-        let asker = Asker { deadline, reply };
-        let waiting = Waiting { claim, asker };
-        self.lane.try_send(waiting).map_err(|error| match error {
-            TrySendError::Full(_) => GateError::Overloaded,
-            TrySendError::Closed(_) => StoreError::Unexpected("the lane has ended".into()).into(),
-        })?;
-        match timeout_at(deadline.into(), answer).await {
-            Ok(Ok(Answer::Decided(decided))) => decided,
-            Ok(Ok(Answer::Alone(claim))) => {
-                let alone = move |store: &dyn Store| store.claim_all(&[claim]);
-                Ok(self.ask_until(deadline, alone).await?.remove(0))
-            }
-            // The lane drops what it comes to too late.
-            Ok(Err(_)) | Err(_) => Err(StoreError::Unavailable("no answer in time".into()).into()),
-        }
+        let alone = |store: &dyn Store, claim| Ok(store.claim_all(&[claim])?.remove(0));
+        self.gather(&self.claims, claim, alone).await
     }
 
     /// Decides an array of claims in a transaction of its own. One key that is reused with
@@ -141,13 +130,15 @@ impl Gate {
         self.ask(move |store| store.claim_all(&claims)).await
     }
 
-    /// Records what became of the work; none where the key is unknown.
+    /// Records what became of the work, together with what is reported at the same time; none where
+    /// the key is unknown.
     ///
     /// # Errors
     ///
     /// There is no answer.
     pub async fn settle(&self, report: Report) -> Result<Option<Settled>, GateError> {
-        self.ask(move |store| store.settle(&report)).await
+        let alone = |store: &dyn Store, report| store.settle(&report);
+        self.gather(&self.reports, report, alone).await
     }
 
     /// What is known of a key; none where it is unknown.
@@ -175,6 +166,32 @@ impl Gate {
     /// It can not.
     pub async fn ready(&self) -> Result<(), GateError> {
         self.ask(|store| store.ready()).await
+    }
+
+    /// Waits in a lane for the answer; `alone` gets it where the batch has failed.
+    async fn gather<Q: Send + 'static, A: Send + 'static>(
+        &self,
+        lane: &Lane<Q, A>,
+        question: Q,
+        alone: impl FnOnce(&dyn Store, Q) -> Result<A, StoreError> + Send + 'static,
+    ) -> Result<A, GateError> {
+        let deadline = Instant::now() + DEADLINE;
+        let (reply, answer) = oneshot::channel();
+        let asker = Asker { deadline, reply };
+        let waiting = Waiting { question, asker };
+        lane.try_send(waiting).map_err(|error| match error {
+            TrySendError::Full(_) => GateError::Overloaded,
+            TrySendError::Closed(_) => StoreError::Unexpected("the lane has ended".into()).into(),
+        })?;
+        match timeout_at(deadline.into(), answer).await {
+            Ok(Ok(Answer::Decided(decided))) => decided,
+            Ok(Ok(Answer::Alone(question))) => {
+                let alone = move |store: &dyn Store| alone(store, question);
+                self.ask_until(deadline, alone).await
+            }
+            // The lane drops what it comes to too late.
+            Ok(Err(_)) | Err(_) => Err(StoreError::Unavailable("no answer in time".into()).into()),
+        }
     }
 
     async fn ask<T: Send + 'static>(
@@ -216,42 +233,48 @@ impl Gate {
     }
 }
 
+/// The answers of a lane that leaves nothing to another.
+fn decided<A>(answers: Vec<Result<A, StoreError>>) -> Vec<Result<Option<A>, StoreError>> {
+    let answers = answers.into_iter();
+    answers.map(|answer| answer.map(Some)).collect()
+}
+
 /// Takes whatever has queued up while the last batch was decided, and decides it as one. Nothing
-/// waits for more to come. A claim whose caller has gone is decided all the same. What `decide`
+/// waits for more to come. A question whose asker has gone is decided all the same. What `decide`
 /// leaves goes on to the `next` lane.
-fn run_lane(
-    mut queue: mpsc::Receiver<Waiting>,
+fn run_lane<Q, A>(
+    mut queue: mpsc::Receiver<Waiting<Q, A>>,
     batch: usize,
-    decide: impl Fn(&[Claim]) -> Vec<Result<Option<Decided>, StoreError>>,
-    next: Option<&mpsc::Sender<Waiting>>,
+    decide: impl Fn(&[Q]) -> Vec<Result<Option<A>, StoreError>>,
+    next: Option<&Lane<Q, A>>,
 ) {
     let mut waiting = Vec::with_capacity(batch);
     while queue.blocking_recv_many(&mut waiting, batch) > 0 {
         let now = Instant::now();
-        waiting.retain(|waiting: &Waiting| now < waiting.asker.deadline);
-        let (claims, askers): (Vec<Claim>, Vec<Asker>) = waiting
+        waiting.retain(|waiting: &Waiting<Q, A>| now < waiting.asker.deadline);
+        let (questions, askers): (Vec<Q>, Vec<Asker<Q, A>>) = waiting
             .drain(..)
-            .map(|waiting| (waiting.claim, waiting.asker))
+            .map(|waiting| (waiting.question, waiting.asker))
             .unzip();
-        if claims.is_empty() {
+        if questions.is_empty() {
             continue;
         }
         // A panic must not end the lane. Nobody knows what has happened before it.
-        let decided = catch_unwind(AssertUnwindSafe(|| decide(&claims))).unwrap_or_else(|_| {
+        let decided = catch_unwind(AssertUnwindSafe(|| decide(&questions))).unwrap_or_else(|_| {
             let panicked = || StoreError::CommitLost("the store has panicked".into());
-            claims.iter().map(|_| Err(panicked())).collect()
+            questions.iter().map(|_| Err(panicked())).collect()
         });
-        for ((claim, asker), decided) in claims.into_iter().zip(askers).zip(decided) {
+        for ((question, asker), decided) in questions.into_iter().zip(askers).zip(decided) {
             let answer = match decided {
                 Ok(Some(decided)) => Answer::Decided(Ok(decided)),
                 Err(lost @ StoreError::CommitLost(_)) => Answer::Decided(Err(lost.into())),
                 Err(error) => {
-                    log::debug!("a claim is tried alone: {error}");
-                    Answer::Alone(claim)
+                    log::debug!("what failed in a batch is tried alone: {error}");
+                    Answer::Alone(question)
                 }
                 Ok(None) => {
                     if let Some(Ok(place)) = next.map(mpsc::Sender::try_reserve) {
-                        place.send(Waiting { claim, asker });
+                        place.send(Waiting { question, asker });
                         continue;
                     }
                     Answer::Decided(Err(GateError::Overloaded))

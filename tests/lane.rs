@@ -1,4 +1,4 @@
-//! Claims that are decided together know nothing of each other.
+//! Claims, and reports, that are decided together know nothing of each other.
 
 use std::io::{BufRead, BufReader, Write};
 use std::process::{Child, Command, Stdio};
@@ -6,11 +6,11 @@ use std::sync::{Arc, Barrier};
 
 use chrono::TimeDelta;
 use dedup_gate::domain::claim::{Claim, Door, OnStale};
-use dedup_gate::domain::ledger::Holder;
+use dedup_gate::domain::ledger::{Happening, Holder, Outcome, Phase, Report};
 use dedup_gate::domain::text::IdempotencyKey;
-use dedup_gate::store::Store;
 use dedup_gate::store::postgres::PostgresStore;
 use dedup_gate::store::sqlite::SqliteStore;
+use dedup_gate::store::{Entry, Settled, Store};
 use serde_json::{Value, json};
 
 use super::helpers::lossy::Lossy;
@@ -19,17 +19,21 @@ use super::helpers::raw::Connection;
 use super::helpers::service::Client;
 use super::helpers::{Backend, Database, Reply, Service, on_both, wait_until};
 
-/// Sends all claims at the same time, each on a connection of its own.
 fn claim_at_once(service: &Client, claims: &[Value]) -> Vec<Reply> {
-    let start = Barrier::new(claims.len());
+    post_at_once(service, "/claim", claims)
+}
+
+/// Sends all bodies at the same time, each on a connection of its own.
+fn post_at_once(service: &Client, path: &str, bodies: &[Value]) -> Vec<Reply> {
+    let start = Barrier::new(bodies.len());
     std::thread::scope(|scope| {
-        let senders: Vec<_> = claims
+        let senders: Vec<_> = bodies
             .iter()
-            .map(|claim| {
+            .map(|body| {
                 let start = &start;
                 scope.spawn(move || {
                     start.wait();
-                    service.post("/claim", claim)
+                    service.post(path, body)
                 })
             })
             .collect();
@@ -91,31 +95,44 @@ fn a_claimant_that_repeats_itself_at_once_hears_the_same() {
     });
 }
 
-/// A transaction of raw SQL's that has made the row of a key, and is not over.
+/// A transaction of raw SQL's that has written the row of a key, and is not over.
 struct OpenTransaction(Child);
 
 impl OpenTransaction {
+    /// Holds a key that is new.
     fn hold(service: &Service, key: &str) -> Self {
+        let insert = format!(
+            "INSERT INTO processed_orders (idempotency_key, order_id) VALUES ('{key}', 'x') \
+             RETURNING idempotency_key"
+        );
+        Self::begin(service, &insert, key)
+    }
+
+    /// Holds a key that is known.
+    fn lock(service: &Service, key: &str) -> Self {
+        let lock = format!(
+            "SELECT idempotency_key FROM processed_orders WHERE idempotency_key = '{key}' FOR UPDATE"
+        );
+        Self::begin(service, &lock, key)
+    }
+
+    fn begin(service: &Service, statement: &str, answer: &str) -> Self {
         let mut process = Command::new("psql")
             .args(["-XqAt", &service.database.url])
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .spawn()
             .unwrap();
-        let insert = format!(
-            "BEGIN; INSERT INTO processed_orders (idempotency_key, order_id) VALUES ('{key}', 'x') \
-             RETURNING idempotency_key;\n"
-        );
         process
             .stdin
             .as_mut()
             .unwrap()
-            .write_all(insert.as_bytes())
+            .write_all(format!("BEGIN; {statement};\n").as_bytes())
             .unwrap();
         let mut line = String::new();
         let mut output = BufReader::new(process.stdout.take().unwrap());
         output.read_line(&mut line).unwrap();
-        assert_eq!(line.trim(), key);
+        assert_eq!(line.trim(), answer);
         Self(process)
     }
 
@@ -149,6 +166,32 @@ fn a_locked_key_holds_up_nobody_elses_claim() {
     wait_until("the key is free", || {
         service.post("/claim", &claims[7]).status == 200
     });
+}
+
+#[test]
+fn a_locked_key_holds_up_nobody_elses_report() {
+    let service = Service::start(Backend::Postgres);
+    let reports: Vec<Value> = (0..32)
+        .map(|number| json!({"idempotency_key": format!("k-{number}"), "attempt": 1, "external_id": "ch"}))
+        .collect();
+    for report in &reports {
+        let key = &report["idempotency_key"];
+        service.claim(json!({"idempotency_key": key, "claimant": "a", "pending": true}));
+    }
+    let transaction = OpenTransaction::lock(&service, "k-7");
+    let replies = post_at_once(&service, "/ledger/done", &reports);
+    for (number, reply) in replies.into_iter().enumerate() {
+        if number == 7 {
+            assert_eq!(reply.problem(503), "store_unavailable");
+        } else {
+            assert_eq!(reply.ok()["changed"], true);
+        }
+    }
+    transaction.release();
+    wait_until("the key is free", || {
+        service.post("/ledger/done", &reports[7]).status == 200
+    });
+    assert_eq!(service.entry("k-7")["status"], "done");
 }
 
 #[test]
@@ -281,17 +324,133 @@ fn claim(key: &str, pending: Option<u32>) -> Claim {
     }
 }
 
+/// A store of its own.
+fn store(backend: Backend) -> (Database, Box<dyn Store>) {
+    let database = Database::new(backend);
+    let window = TimeDelta::seconds(1800);
+    let store: Box<dyn Store> = match backend {
+        Backend::Sqlite => Box::new(SqliteStore::open(&database.path(), window).unwrap()),
+        Backend::Postgres => Box::new(PostgresStore::open(&database.url, 1, window).unwrap()),
+    };
+    (database, store)
+}
+
+fn report(key: &str, attempt: Option<u32>, claimant: Option<&str>, outcome: Outcome) -> Report {
+    Report {
+        key: IdempotencyKey::from_store(key.into()),
+        attempt,
+        holder: claimant.map(|claimant| Holder {
+            claimant: claimant.into(),
+            api_key: None,
+        }),
+        outcome,
+    }
+}
+
+/// Reports that share a batch come to what they would come to one after the other.
+#[test]
+fn a_batch_of_reports_is_judged_in_its_order() {
+    let done = |external_id: Option<&str>| Outcome::Done {
+        external_id: external_id.map(str::to_owned),
+        result: Some(json!({"paid": true})),
+    };
+    let failed = |retry| Outcome::Failed {
+        reason: Some("declined".into()),
+        retry,
+    };
+    let reports = [
+        report("twice", Some(1), None, done(None)),
+        report("twice", Some(1), None, done(Some("ch_1"))),
+        report("unknown", Some(1), None, done(None)),
+        report("twice", Some(1), None, done(Some("ch_1"))),
+        report("twice", Some(1), None, done(Some("ch_2"))),
+        report("twice", Some(1), None, failed(true)),
+        report("gate", Some(1), Some("a"), failed(true)),
+        report("gate", None, Some("b"), done(Some("ch_3"))),
+        report("ahead", Some(2), None, done(Some("ch_4"))),
+        report("ahead", Some(2), None, done(Some("ch_4"))),
+        report("other", None, Some("b"), done(Some("ch_5"))),
+        report("other", None, Some("a"), done(Some("ch_6"))),
+        report("raw", None, None, failed(false)),
+    ];
+    for backend in Backend::ALL {
+        let outcome = |gathered: bool| {
+            let (database, store) = store(backend);
+            for (key, lease) in [
+                ("twice", Some(900)),
+                ("gate", None),
+                ("ahead", None),
+                ("other", Some(60)),
+            ] {
+                store.claim_all(&[claim(key, lease)]).unwrap();
+            }
+            database.sql(
+                "INSERT INTO processed_orders (idempotency_key, order_id) VALUES ('raw', 'x')",
+            );
+            let settled: Vec<Option<Settled>> = if gathered {
+                let settled = store.settle_gathered(&reports).into_iter();
+                settled.map(Result::unwrap).collect()
+            } else {
+                reports
+                    .iter()
+                    .map(|report| store.settle(report).unwrap())
+                    .collect()
+            };
+            let answers: Vec<String> = settled
+                .iter()
+                .map(|settled| match settled {
+                    Some(settled) => format!("{:?} {:?}", settled.answer, summary(&settled.entry)),
+                    None => "unknown".to_owned(),
+                })
+                .collect();
+            let entries: Vec<String> = ["twice", "gate", "ahead", "other", "raw"]
+                .map(|key| IdempotencyKey::from_store(key.into()))
+                .map(|key| store.entry(&key).unwrap().unwrap())
+                .map(|entry| format!("{:?}", summary(&entry)))
+                .to_vec();
+            let marked = database.sql("SELECT count(*) FROM processed_orders WHERE in_ledger");
+            (answers, entries, marked)
+        };
+        let (answers, entries, marked) = outcome(true);
+        assert_eq!(marked, "5", "{backend:?}");
+        assert!(answers[1].starts_with("Ok(true)"), "{}", answers[1]);
+        assert!(answers[3].starts_with("Ok(false)"), "{}", answers[3]);
+        assert!(answers[4].starts_with("Err(AlreadyDone"), "{}", answers[4]);
+        assert_eq!((answers, entries, marked), outcome(false), "{backend:?}");
+    }
+}
+
+/// What of an entry does not depend on the time.
+fn summary(entry: &Entry) -> (String, Phase, bool, bool, u32, Vec<(u32, Happening)>) {
+    let state = &entry.state;
+    let phase = match &state.phase {
+        Phase::Pending { .. } => Phase::Claimed,
+        phase => phase.clone(),
+    };
+    let happenings = entry
+        .history
+        .iter()
+        .filter_map(|event| match &event.happening {
+            Happening::Pending { .. } => None,
+            happening => Some((event.attempt, happening.clone())),
+        });
+    let status = format!("{:?}", state.status(entry.now));
+    (
+        status,
+        phase,
+        state.conflict,
+        state.in_ledger,
+        state.attempt,
+        happenings.collect(),
+    )
+}
+
 /// One batch makes a row and opens its entry: straight at the stores, since no caller can choose
 /// what shares a batch.
 #[test]
 fn what_a_batch_opens_behind_its_own_claim_is_stored() {
     for backend in Backend::ALL {
-        let database = Database::new(backend);
-        let window = TimeDelta::seconds(1800);
-        let store: Box<dyn Store> = match backend {
-            Backend::Sqlite => Box::new(SqliteStore::open(&database.path(), window).unwrap()),
-            Backend::Postgres => Box::new(PostgresStore::open(&database.url, 1, window).unwrap()),
-        };
+        let (database, store) = store(backend);
         let decided = store.claim_known(&[claim("k", None), claim("k", Some(900))]);
         assert!(
             decided

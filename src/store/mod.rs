@@ -18,7 +18,7 @@ use diesel::result::{DatabaseErrorKind, Error as DieselError};
 use self::rows::{GateRow, LedgerRow, Seen};
 use crate::domain::Time;
 use crate::domain::claim::{Claim, Decided};
-use crate::domain::ledger::{Event, KeyState, Refusal, Report, Status};
+use crate::domain::ledger::{Event, KeyState, Refusal, Report, Status, settle};
 use crate::domain::text::IdempotencyKey;
 
 /// A database that keeps the gate and the ledger. Every call is one transaction (but
@@ -48,6 +48,10 @@ pub trait Store: Send + Sync {
     ///
     /// The database could not do it.
     fn settle(&self, report: &Report) -> Result<Option<Settled>, StoreError>;
+
+    /// The same for reports whose callers know nothing of each other, in their order and in one
+    /// transaction. One call comes at a time.
+    fn settle_gathered(&self, reports: &[Report]) -> Vec<Result<Option<Settled>, StoreError>>;
 
     /// What is known of a key; none where it is unknown.
     ///
@@ -126,12 +130,66 @@ fn first_of_each_key<C: Borrow<Claim>>(claims: &[C]) -> BTreeMap<&IdempotencyKey
 }
 
 /// What a report came to.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub struct Settled {
     /// The entry after it.
     pub entry: Entry,
     /// Whether it changed anything, or why it was refused.
     pub answer: Result<bool, Refusal>,
+}
+
+/// A key that is reported on, as it was found and as the reports of a batch change it.
+struct Reported {
+    state: KeyState,
+    history: Vec<Event>,
+    /// What is written of it already.
+    written: Written,
+}
+
+/// What of a key stood in the store before.
+struct Written {
+    in_ledger: bool,
+    /// How many events.
+    events: usize,
+}
+
+impl Reported {
+    fn new(state: KeyState, history: Vec<Event>) -> Self {
+        let written = Written {
+            in_ledger: state.in_ledger,
+            events: history.len(),
+        };
+        Self {
+            state,
+            history,
+            written,
+        }
+    }
+
+    /// What is to be added to the history; where that is nothing, nothing is to be written.
+    fn events(&self) -> &[Event] {
+        &self.history[self.written.events..]
+    }
+
+    /// Whether the key was claimed at the gate alone, and has an entry now.
+    fn is_opened(&self) -> bool {
+        !self.written.in_ledger && !self.events().is_empty()
+    }
+
+    fn settle(&mut self, report: &Report, now: Time) -> Settled {
+        let settlement = settle(&self.state, &self.history, report, now);
+        self.state = settlement.state;
+        self.history.extend(settlement.events);
+        Settled {
+            entry: Entry {
+                key: report.key.clone(),
+                history: history(&self.state, self.history.clone()),
+                state: self.state.clone(),
+                now,
+            },
+            answer: settlement.answer,
+        }
+    }
 }
 
 /// Which entries to list.

@@ -2,7 +2,6 @@
 
 use std::borrow::Borrow;
 use std::collections::{BTreeMap, HashMap, HashSet};
-use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use diesel::pg::{Pg, PgConnection};
 use diesel::prelude::*;
@@ -10,7 +9,7 @@ use diesel::query_builder::{AstPass, QueryFragment, QueryId};
 use diesel::sql_types::{Array, BigInt, Nullable, Text};
 
 use super::insert::{Made, insert};
-use super::lane::Lane;
+use super::lane::{Lane, enter};
 use super::{
     PostgresStore, clock, lock_gate, lock_ledger, mark_opened, statement_timestamp, write_entries,
     write_events, write_gate,
@@ -177,11 +176,6 @@ pub(super) struct New {
     /// What the last batch left. A key that is in each of them is hot, and not asked for each time:
     /// it is left again.
     pub(super) left: HashSet<IdempotencyKey>,
-}
-
-/// One batch comes at a time, so nobody waits here.
-fn enter<T>(lane: &Mutex<T>) -> MutexGuard<'_, T> {
-    lane.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Makes or locks the row of every key that is claimed, and says what is known of it.

@@ -1,6 +1,7 @@
 //! A lane's own connection. It needs no pool, since one batch comes at a time, and a batch that
 //! fails is tried again claim by claim, on connections of the pool.
 
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use diesel::connection::SimpleConnection;
@@ -119,6 +120,11 @@ impl Lane {
         ended.map_err(|error| StoreError::CommitLost(one_line(&error.to_string())))?;
         Ok(done)
     }
+}
+
+/// One batch comes at a time, so nobody waits here.
+pub(super) fn enter<T>(lane: &Mutex<T>) -> MutexGuard<'_, T> {
+    lane.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 fn lives(connection: &mut PgConnection) -> bool {

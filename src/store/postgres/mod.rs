@@ -5,6 +5,7 @@ mod claim;
 mod insert;
 mod lane;
 mod list;
+mod report;
 
 use std::collections::{BTreeMap, HashSet};
 use std::sync::Mutex;
@@ -24,6 +25,7 @@ use diesel_migrations::{EmbeddedMigrations, MigrationHarness, embed_migrations};
 
 use self::claim::New;
 use self::lane::Lane;
+use self::report::{read_history, settle_all};
 use super::rows::{self, At, GateRow, HistoryRow, LedgerRow};
 use super::schema::{
     Instant, processed_orders as gate, run_history as history, run_ledger as ledger,
@@ -31,7 +33,7 @@ use super::schema::{
 use super::{Entry, Filter, Page, Settled, StartError, Store, StoreError};
 use crate::domain::Time;
 use crate::domain::claim::{Batch, Claim, Decided};
-use crate::domain::ledger::{Event, Report, settle};
+use crate::domain::ledger::{Event, Report};
 use crate::domain::text::IdempotencyKey;
 
 const MIGRATIONS: EmbeddedMigrations = embed_migrations!("migrations/postgres");
@@ -68,6 +70,7 @@ pub struct PostgresStore {
     new: Mutex<New>,
     /// For the others.
     known: Mutex<Lane>,
+    reports: Mutex<Lane>,
     replay_window: TimeDelta,
 }
 
@@ -126,7 +129,8 @@ impl PostgresStore {
                 lane: Lane::new(url.clone()),
                 left: HashSet::new(),
             }),
-            known: Mutex::new(Lane::new(url)),
+            known: Mutex::new(Lane::new(url.clone())),
+            reports: Mutex::new(Lane::new(url)),
             replay_window,
         })
     }
@@ -503,18 +507,6 @@ fn write_events(
     Ok(())
 }
 
-fn read_history(
-    connection: &mut PgConnection,
-    key: &IdempotencyKey,
-) -> Result<Vec<Event>, StoreError> {
-    let rows: Vec<HistoryRow> = history::table
-        .filter(history::idempotency_key.eq(key.as_str()))
-        .order(history::seq)
-        .select(HistoryRow::as_select())
-        .load(connection)?;
-    rows.iter().map(HistoryRow::event).collect()
-}
-
 impl Store for PostgresStore {
     fn claim_all(&self, claims: &[Claim]) -> Result<Vec<Decided>, StoreError> {
         self.transact(|connection| {
@@ -535,34 +527,18 @@ impl Store for PostgresStore {
     }
 
     fn settle(&self, report: &Report) -> Result<Option<Settled>, StoreError> {
-        let key = &report.key;
-        self.transact(|connection| {
-            let row = lock_gate(connection, &[key.as_str()])?.remove(key.as_str());
-            let entry = lock_ledger(connection, &[key.as_str()])?.remove(key.as_str());
-            let Some(state) = rows::state(row.as_ref(), entry.as_ref())? else {
-                return Ok(None);
-            };
-            let now = clock(connection)?;
-            let mut history = read_history(connection, key)?;
-            let settlement = settle(&state, &history, report, now);
-            if !settlement.events.is_empty() {
-                write_entries(connection, &[LedgerRow::of_state(key, &settlement.state)])?;
-                if !state.in_ledger {
-                    mark_opened(connection, &[key.as_str()])?;
-                }
-                write_events(connection, &[(key, &settlement.events)])?;
-                history.extend(settlement.events);
-            }
-            Ok(Some(Settled {
-                entry: Entry {
-                    key: key.clone(),
-                    history: super::history(&settlement.state, history),
-                    state: settlement.state,
-                    now,
-                },
-                answer: settlement.answer,
-            }))
-        })
+        let reports = std::slice::from_ref(report);
+        Ok(self
+            .transact(|connection| Ok(settle_all(connection, reports)?))?
+            .remove(0))
+    }
+
+    fn settle_gathered(&self, reports: &[Report]) -> Vec<Result<Option<Settled>, StoreError>> {
+        let mut lane = lane::enter(&self.reports);
+        match lane.transact(|connection| settle_all(connection, reports)) {
+            Ok(settled) => settled.into_iter().map(Ok).collect(),
+            Err(error) => vec![Err(error); reports.len()],
+        }
     }
 
     fn entry(&self, key: &IdempotencyKey) -> Result<Option<Entry>, StoreError> {

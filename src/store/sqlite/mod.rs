@@ -22,10 +22,10 @@ use diesel_migrations::{EmbeddedMigrations, MigrationHarness, embed_migrations};
 use self::insert::insert;
 use super::rows::{self, At, GateRow, HistoryRow, LedgerRow};
 use super::schema::{processed_orders as gate, run_history as history, run_ledger as ledger};
-use super::{Entry, Filter, Page, Settled, StartError, Store, StoreError};
+use super::{Entry, Filter, Page, Reported, Settled, StartError, Store, StoreError};
 use crate::domain::Time;
 use crate::domain::claim::{Batch, Claim, Decided, Found, Write, decide_all};
-use crate::domain::ledger::{Event, KeyState, Report, settle};
+use crate::domain::ledger::{Event, KeyState, Report};
 use crate::domain::text::IdempotencyKey;
 
 const MIGRATIONS: EmbeddedMigrations = embed_migrations!("migrations/sqlite");
@@ -226,6 +226,40 @@ impl SqliteStore {
                 write(connection, changes, &found[&changes.key])?;
             }
             Ok(verdicts)
+        })
+    }
+
+    /// Records reports in one transaction, in their order.
+    fn settle_all(&self, reports: &[Report]) -> Result<Vec<Option<Settled>>, StoreError> {
+        self.transact(|connection| {
+            let now = clock();
+            let mut found: BTreeMap<&IdempotencyKey, Option<Reported>> = BTreeMap::new();
+            for Report { key, .. } in reports {
+                if found.contains_key(key) {
+                    continue;
+                }
+                let reported = match read_state(connection, key)? {
+                    Some(state) => Some(Reported::new(state, read_history(connection, key)?)),
+                    None => None,
+                };
+                found.insert(key, reported);
+            }
+            let settled = reports
+                .iter()
+                .map(|report| Some(found.get_mut(&report.key)?.as_mut()?.settle(report, now)))
+                .collect();
+            for (key, reported) in found {
+                let Some(reported) = reported.filter(|reported| !reported.events().is_empty())
+                else {
+                    continue;
+                };
+                write_entry(connection, key, &reported.state)?;
+                if reported.is_opened() {
+                    mark_opened(connection, key)?;
+                }
+                write_events(connection, key, reported.events())?;
+            }
+            Ok(settled)
         })
     }
 }
@@ -434,32 +468,14 @@ impl Store for SqliteStore {
     }
 
     fn settle(&self, report: &Report) -> Result<Option<Settled>, StoreError> {
-        let key = &report.key;
-        self.transact(|connection| {
-            let Some(state) = read_state(connection, key)? else {
-                return Ok(None);
-            };
-            let now = clock();
-            let mut history = read_history(connection, key)?;
-            let settlement = settle(&state, &history, report, now);
-            if !settlement.events.is_empty() {
-                write_entry(connection, key, &settlement.state)?;
-                if !state.in_ledger {
-                    mark_opened(connection, key)?;
-                }
-                write_events(connection, key, &settlement.events)?;
-                history.extend(settlement.events);
-            }
-            Ok(Some(Settled {
-                entry: Entry {
-                    key: key.clone(),
-                    history: super::history(&settlement.state, history),
-                    state: settlement.state,
-                    now,
-                },
-                answer: settlement.answer,
-            }))
-        })
+        Ok(self.settle_all(std::slice::from_ref(report))?.remove(0))
+    }
+
+    fn settle_gathered(&self, reports: &[Report]) -> Vec<Result<Option<Settled>, StoreError>> {
+        match self.settle_all(reports) {
+            Ok(settled) => settled.into_iter().map(Ok).collect(),
+            Err(error) => vec![Err(error); reports.len()],
+        }
     }
 
     fn entry(&self, key: &IdempotencyKey) -> Result<Option<Entry>, StoreError> {

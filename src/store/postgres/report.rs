@@ -1,0 +1,86 @@
+//! How reports are recorded.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use diesel::pg::PgConnection;
+use diesel::prelude::*;
+
+use super::{clock, lock_gate, lock_ledger, mark_opened, write_entries, write_events};
+use crate::domain::ledger::{Event, Report};
+use crate::domain::text::IdempotencyKey;
+use crate::store::rows::{self, HistoryRow, LedgerRow};
+use crate::store::schema::run_history as history;
+use crate::store::{Reported, Settled, StoreError};
+
+/// Records reports, in their order; none where a key is unknown.
+pub(super) fn settle_all(
+    connection: &mut PgConnection,
+    reports: &[Report],
+) -> Result<Vec<Option<Settled>>, StoreError> {
+    let keys: BTreeSet<&IdempotencyKey> = reports.iter().map(|report| &report.key).collect();
+    let keys: Vec<&IdempotencyKey> = keys.into_iter().collect();
+    let texts: Vec<&str> = keys.iter().map(|key| key.as_str()).collect();
+    let rows = lock_gate(connection, &texts)?;
+    let entries = lock_ledger(connection, &texts)?;
+    let now = clock(connection)?;
+    let mut histories = read_histories(connection, &texts)?;
+    let mut found = BTreeMap::new();
+    for key in keys {
+        let (row, entry) = (rows.get(key.as_str()), entries.get(key.as_str()));
+        if let Some(state) = rows::state(row, entry)? {
+            let history = histories.remove(key.as_str()).unwrap_or_default();
+            found.insert(key, Reported::new(state, history));
+        }
+    }
+    let settled = reports
+        .iter()
+        .map(|report| Some(found.get_mut(&report.key)?.settle(report, now)))
+        .collect();
+
+    found.retain(|_, reported| !reported.events().is_empty());
+    let entries: Vec<LedgerRow> = found
+        .iter()
+        .map(|(key, reported)| LedgerRow::of_state(key, &reported.state))
+        .collect();
+    write_entries(connection, &entries)?;
+    let opened: Vec<&str> = found
+        .iter()
+        .filter(|(_, reported)| reported.is_opened())
+        .map(|(key, _)| key.as_str())
+        .collect();
+    if !opened.is_empty() {
+        mark_opened(connection, &opened)?;
+    }
+    let events: Vec<(&IdempotencyKey, &[Event])> = found
+        .iter()
+        .map(|(key, reported)| (*key, reported.events()))
+        .collect();
+    write_events(connection, &events)?;
+    Ok(settled)
+}
+
+/// What happened to a key.
+pub(super) fn read_history(
+    connection: &mut PgConnection,
+    key: &IdempotencyKey,
+) -> Result<Vec<Event>, StoreError> {
+    let mut histories = read_histories(connection, &[key.as_str()])?;
+    Ok(histories.remove(key.as_str()).unwrap_or_default())
+}
+
+fn read_histories(
+    connection: &mut PgConnection,
+    keys: &[&str],
+) -> Result<BTreeMap<String, Vec<Event>>, StoreError> {
+    let rows: Vec<HistoryRow> = history::table
+        .filter(history::idempotency_key.eq_any(keys))
+        .order((history::idempotency_key, history::seq))
+        .select(HistoryRow::as_select())
+        .load(connection)?;
+    let mut histories: BTreeMap<String, Vec<Event>> = BTreeMap::new();
+    for row in &rows {
+        let events = histories.entry(row.idempotency_key.clone()).or_default();
+        events.push(row.event()?);
+    }
+    Ok(histories)
+}
