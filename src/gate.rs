@@ -1,9 +1,10 @@
-//! The use cases, and the way to the store: the lanes that gather concurrent claims and reports
+//! The use cases, and the way to the store: the lanes that gather concurrent claims and acts
 //! into one transaction, how many other calls the store gets at a time, and how long a caller waits.
 //!
 //! Claims have two lanes. The first decides what is new, which it does best alone; what is known
 //! already, or is opened in the ledger with its claim, takes more statements, and goes on to the
-//! second. Reports have a lane of their own, so that they wait for no claim.
+//! second. Acts on what is claimed have a lane of their own, so that
+//! they wait for no claim.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
@@ -15,10 +16,10 @@ use tokio::sync::{Semaphore, mpsc, oneshot};
 use tokio::task::spawn_blocking;
 use tokio::time::timeout_at;
 
+use crate::domain::act::Act;
 use crate::domain::claim::{Claim, Decided};
-use crate::domain::ledger::Report;
 use crate::domain::text::IdempotencyKey;
-use crate::store::{Entry, Filter, Page, Settled, Store, StoreError};
+use crate::store::{Acted, Entry, Filter, Page, Store, StoreError};
 
 /// Within this time every caller has an answer, be it that there is none: the contract promises
 /// three seconds.
@@ -32,7 +33,7 @@ const QUEUE: usize = 512;
 pub struct Gate {
     store: Arc<dyn Store>,
     claims: Lane<Claim, Decided>,
-    reports: Lane<Report, Option<Settled>>,
+    acts: Lane<Act, Option<Acted>>,
     /// As many as the store takes calls at a time beside the lanes, so that threads do not pile up
     /// behind it.
     connections: Arc<Semaphore>,
@@ -44,7 +45,7 @@ pub struct Gate {
 pub struct LaneLimits {
     /// How many may wait.
     pub queue: usize,
-    /// How many go into one batch; this bounds reports too.
+    /// How many go into one batch; this bounds acts too.
     pub batch: usize,
 }
 
@@ -86,7 +87,7 @@ impl Gate {
     pub fn new(store: Arc<dyn Store>, connections: u32, limits: LaneLimits) -> Self {
         let (claims, new) = mpsc::channel(limits.queue);
         let (left, known) = mpsc::channel(limits.queue);
-        let (reports, reported) = mpsc::channel(QUEUE);
+        let (acts, wanted) = mpsc::channel(QUEUE);
         let [first, second, third] = [&store, &store, &store].map(Arc::clone);
         // They end when the gate has gone, and with it the last of the callers.
         thread::spawn(move || {
@@ -98,13 +99,13 @@ impl Gate {
             run_lane(known, limits.batch, decide, None);
         });
         thread::spawn(move || {
-            let decide = |reports: &[Report]| decided(third.settle_gathered(reports));
-            run_lane(reported, limits.batch, decide, None);
+            let decide = |acts: &[Act]| decided(third.act_gathered(acts));
+            run_lane(wanted, limits.batch, decide, None);
         });
         Self {
             store,
             claims,
-            reports,
+            acts,
             connections: Arc::new(Semaphore::new(connections as usize)),
             queue: Semaphore::new(QUEUE),
         }
@@ -130,15 +131,15 @@ impl Gate {
         self.ask(move |store| store.claim_all(&claims)).await
     }
 
-    /// Records what became of the work, together with what is reported at the same time; none where
+    /// Does what is asked of a claimed key, together with what is asked at the same time; none where
     /// the key is unknown.
     ///
     /// # Errors
     ///
     /// There is no answer.
-    pub async fn settle(&self, report: Report) -> Result<Option<Settled>, GateError> {
-        let alone = |store: &dyn Store, report| store.settle(&report);
-        self.gather(&self.reports, report, alone).await
+    pub async fn act(&self, act: Act) -> Result<Option<Acted>, GateError> {
+        let alone = |store: &dyn Store, act| store.act(&act);
+        self.gather(&self.acts, act, alone).await
     }
 
     /// What is known of a key; none where it is unknown.

@@ -69,6 +69,9 @@ fn without_a_key_nobody_is_let_in() {
         "/ledger/pending",
         "/ledger/done",
         "/ledger/failed",
+        "/ledger/renew",
+        "/ledger/review",
+        "/ledger/reset",
     ] {
         assert_unauthorized(&service.post(path, &claim));
     }

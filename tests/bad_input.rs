@@ -12,12 +12,21 @@ use super::helpers::{Backend, Database, Reply, Service, on_both, on_both_with};
 use super::openapi::{documented, posts};
 
 /// Every path that takes a body, with the members of a request that it would accept.
-const ENDPOINTS: [(&str, &str); 5] = [
+const ENDPOINTS: [(&str, &str); 8] = [
     ("/key", r#""parts":["a"]"#),
     ("/claim", r#""idempotency_key":"new""#),
     ("/ledger/pending", r#""idempotency_key":"new""#),
     ("/ledger/done", r#""idempotency_key":"open","attempt":1"#),
     ("/ledger/failed", r#""idempotency_key":"open","attempt":1"#),
+    ("/ledger/renew", r#""idempotency_key":"open","attempt":1"#),
+    (
+        "/ledger/review",
+        r#""idempotency_key":"open","attempt":1,"decision":"fail","reviewer":"ana","reason":"seen""#,
+    ),
+    (
+        "/ledger/reset",
+        r#""idempotency_key":"open","attempt":1,"reviewer":"ana","reason":"again""#,
+    ),
 ];
 
 /// Every path that is read.
@@ -305,10 +314,9 @@ fn a_missing_key_is_named() {
         let guarded = Guarded::new(service);
         for (path, _) in &ENDPOINTS[1..] {
             for members in ["", r#""idempotency_key":null"#] {
-                let more = if *path == "/ledger/failed" {
-                    r#""attempt":1"#
-                } else {
-                    r#""claimant":"a""#
+                let more = match *path {
+                    "/claim" | "/ledger/pending" => r#""claimant":"a""#,
+                    _ => r#""attempt":1"#,
                 };
                 let body = if members.is_empty() {
                     format!("{{{more}}}")
@@ -458,6 +466,18 @@ fn wrong_members(path: &str) -> Vec<(&'static str, Vec<Value>)> {
             ("reason", wrong_texts(2000)),
             ("retry", wrong_flags()),
         ]),
+        "/ledger/renew" => members.extend([
+            ("attempt", wrong_numbers(i32::MAX.into())),
+            ("lease_seconds", wrong_numbers(2_592_000)),
+        ]),
+        "/ledger/review" | "/ledger/reset" => {
+            members.retain(|(member, _)| *member != "claimant");
+            members.extend([
+                ("attempt", wrong_numbers(i32::MAX.into())),
+                ("reviewer", wrong_texts(255)),
+                ("reason", wrong_texts(2000)),
+            ]);
+        }
         other => panic!("{other}"),
     }
     members
@@ -920,6 +940,9 @@ fn a_path_answers_only_its_methods_and_says_which() {
             ("/ledger/pending", "GET, HEAD, POST"),
             ("/ledger/done", "GET, HEAD, POST"),
             ("/ledger/failed", "GET, HEAD, POST"),
+            ("/ledger/renew", "GET, HEAD, POST"),
+            ("/ledger/review", "GET, HEAD, POST"),
+            ("/ledger/reset", "GET, HEAD, POST"),
             ("/ledger", "GET, HEAD"),
             ("/ledger/open", "GET, HEAD"),
             ("/health", "GET, HEAD"),

@@ -5,12 +5,13 @@ use std::process::{Child, Command, Stdio};
 use std::sync::{Arc, Barrier};
 
 use chrono::TimeDelta;
+use dedup_gate::domain::act::Act;
 use dedup_gate::domain::claim::{Claim, Door, OnStale};
 use dedup_gate::domain::ledger::{Happening, Holder, Outcome, Phase, Report};
 use dedup_gate::domain::text::IdempotencyKey;
 use dedup_gate::store::postgres::PostgresStore;
 use dedup_gate::store::sqlite::SqliteStore;
-use dedup_gate::store::{Entry, Settled, Store};
+use dedup_gate::store::{Acted, Entry, Store};
 use serde_json::{Value, json};
 
 use super::helpers::lossy::Lossy;
@@ -335,8 +336,8 @@ fn store(backend: Backend) -> (Database, Box<dyn Store>) {
     (database, store)
 }
 
-fn report(key: &str, attempt: Option<u32>, claimant: Option<&str>, outcome: Outcome) -> Report {
-    Report {
+fn report(key: &str, attempt: Option<u32>, claimant: Option<&str>, outcome: Outcome) -> Act {
+    Act::Report(Report {
         key: IdempotencyKey::from_store(key.into()),
         attempt,
         holder: claimant.map(|claimant| Holder {
@@ -344,7 +345,7 @@ fn report(key: &str, attempt: Option<u32>, claimant: Option<&str>, outcome: Outc
             api_key: None,
         }),
         outcome,
-    }
+    })
 }
 
 /// Reports that share a batch come to what they would come to one after the other.
@@ -387,13 +388,13 @@ fn a_batch_of_reports_is_judged_in_its_order() {
             database.sql(
                 "INSERT INTO processed_orders (idempotency_key, order_id) VALUES ('raw', 'x')",
             );
-            let settled: Vec<Option<Settled>> = if gathered {
-                let settled = store.settle_gathered(&reports).into_iter();
+            let settled: Vec<Option<Acted>> = if gathered {
+                let settled = store.act_gathered(&reports).into_iter();
                 settled.map(Result::unwrap).collect()
             } else {
                 reports
                     .iter()
-                    .map(|report| store.settle(report).unwrap())
+                    .map(|report| store.act(report).unwrap())
                     .collect()
             };
             let answers: Vec<String> = settled

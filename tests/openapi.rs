@@ -16,7 +16,7 @@ const METHODS: [&str; 8] = [
 ];
 
 /// Every `code` of the contract that the service has by now.
-const CODES: [&str; 16] = [
+const CODES: [&str; 17] = [
     "malformed_json",
     "unauthorized",
     "not_found",
@@ -25,6 +25,7 @@ const CODES: [&str; 16] = [
     "already_done",
     "superseded",
     "not_holder",
+    "conflict",
     "payload_too_large",
     "unsupported_media_type",
     "invalid_request",

@@ -16,6 +16,7 @@ use super::claim::{
 };
 use super::problem::{Code, Problem};
 use super::request::{Attempt, JsonBody, NoQuery, Query, any_value, decode};
+use crate::domain::act::{Act, Renewal};
 use crate::domain::claim::{Claim, DEFAULT_LEASE_SECONDS, Door};
 use crate::domain::ledger::{Event, Outcome, Phase, Report, Status};
 use crate::domain::text::{IdempotencyKey, Name, Reason};
@@ -99,6 +100,25 @@ pub struct FailedRequest {
     claimant: Option<Name>,
 }
 
+/// The work takes longer.
+#[derive(Debug, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+#[schema(example = json!({"idempotency_key": "order-2041", "attempt": 1, "lease_seconds": 600}))]
+pub struct RenewRequest {
+    /// The key, as the verdict named it.
+    #[schema(value_type = String, min_length = 1, max_length = 255)]
+    idempotency_key: IdempotencyKey,
+    /// Who asks; must be the holder of the attempt.
+    #[schema(value_type = Option<String>, min_length = 1, max_length = 255)]
+    claimant: Option<Name>,
+    /// The attempt of the verdict; one of `claimant` and `attempt` is required.
+    #[schema(value_type = Option<i32>, minimum = 1, maximum = 2_147_483_647)]
+    attempt: Option<Attempt>,
+    /// How long the work is believed to be alive from now on, in seconds.
+    #[schema(value_type = Option<i32>, minimum = 1, maximum = 2_592_000, default = 900)]
+    lease_seconds: Option<LeaseSeconds>,
+}
+
 /// What is known of a key.
 #[derive(Debug, Serialize, ToSchema)]
 #[schema(example = json!({
@@ -159,7 +179,8 @@ struct EventReply {
     /// When.
     #[schema(format = DateTime)]
     at: String,
-    /// `claimed`, `pending`, `renewed`, `done`, `failed` or `conflict`; more may come.
+    /// `claimed`, `pending`, `renewed`, `done`, `failed`, `conflict`, `reviewed` or `reset`; more may
+    /// come.
     event: String,
     /// To which attempt.
     #[schema(minimum = 1)]
@@ -202,6 +223,7 @@ impl EntryReply {
                 result,
             } => (external_id, result, None),
             Phase::Failed { reason, .. } => (None, None, reason),
+            Phase::Reset { reason } => (None, None, Some(reason)),
             Phase::Claimed | Phase::Pending { .. } => (None, None, None),
         };
         Self {
@@ -307,7 +329,7 @@ pub async fn done(
             result: request.result,
         },
     };
-    settle(&gate, report).await
+    act(&gate, Act::Report(report)).await
 }
 
 /// Report that the effect did not happen
@@ -332,18 +354,44 @@ pub async fn failed(
             retry: request.retry.unwrap_or(true),
         },
     };
-    settle(&gate, report).await
+    act(&gate, Act::Report(report)).await
 }
 
-async fn settle(gate: &Gate, report: Report) -> Result<Json<ReportReply>, Problem> {
-    let key = report.key.clone();
-    let settled = gate
-        .settle(report)
-        .await?
-        .ok_or_else(|| unknown_key(&key))?;
-    let changed = settled.answer?;
+/// Renew the lease
+///
+/// For work that takes longer than its lease: it is believed to be alive for `lease_seconds` from now
+/// on. A lease is never shortened, and only the holder renews it.
+#[utoipa::path(post, path = "/ledger/renew", tag = "ledger",
+    request_body = RenewRequest,
+    responses((status = 200, description = "The entry", body = ReportReply)),
+    extensions(("x-problems" = json!(["unknown_key", "already_done", "superseded", "not_holder", "conflict"]))))]
+pub async fn renew(
+    body: JsonBody,
+    caller: Caller,
+    gate: Data<Gate>,
+) -> Result<Json<ReportReply>, Problem> {
+    let request: RenewRequest = decode(body.0, "")?;
+    if request.claimant.is_none() && request.attempt.is_none() {
+        let fault = "is missing: give \"attempt\" or \"claimant\"";
+        return Err(Invalid::new("/attempt", fault).into());
+    }
+    let renewal = Renewal {
+        key: request.idempotency_key,
+        attempt: request.attempt.map(|attempt| attempt.0),
+        holder: holder(request.claimant, &caller),
+        lease_seconds: request
+            .lease_seconds
+            .map_or(DEFAULT_LEASE_SECONDS, |lease| lease.0),
+    };
+    act(&gate, Act::Renewal(renewal)).await
+}
+
+pub(super) async fn act(gate: &Gate, act: Act) -> Result<Json<ReportReply>, Problem> {
+    let key = act.key().clone();
+    let acted = gate.act(act).await?.ok_or_else(|| unknown_key(&key))?;
+    let changed = acted.answer?;
     Ok(Json(ReportReply {
-        entry: EntryReply::new(settled.entry, true),
+        entry: EntryReply::new(acted.entry, true),
         changed,
     }))
 }

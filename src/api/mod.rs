@@ -9,6 +9,7 @@ pub mod ledger;
 pub mod openapi;
 pub mod problem;
 pub mod request;
+pub mod review;
 
 use actix_web::guard;
 use actix_web::http::header::{ALLOW, HeaderValue};
@@ -44,6 +45,21 @@ pub fn configure(app: &mut web::ServiceConfig, body_limit: usize) {
                 .service(
                     resource("/ledger/failed", "GET, HEAD, POST")
                         .route(web::post().to(ledger::failed))
+                        .route(get().to(ledger::entry)),
+                )
+                .service(
+                    resource("/ledger/renew", "GET, HEAD, POST")
+                        .route(web::post().to(ledger::renew))
+                        .route(get().to(ledger::entry)),
+                )
+                .service(
+                    resource("/ledger/review", "GET, HEAD, POST")
+                        .route(web::post().to(review::review))
+                        .route(get().to(ledger::entry)),
+                )
+                .service(
+                    resource("/ledger/reset", "GET, HEAD, POST")
+                        .route(web::post().to(review::reset))
                         .route(get().to(ledger::entry)),
                 )
                 .service(

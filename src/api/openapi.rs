@@ -10,7 +10,7 @@ use utoipa::OpenApi;
 
 use super::problem::Code;
 use super::request::NoQuery;
-use super::{auth, claim, health, key, ledger, problem};
+use super::{auth, claim, health, key, ledger, problem, review};
 
 /// Control characters, as a part of a class of a regular expression.
 const CONTROL: &str = r"\u0000-\u001f\u007f-\u009f";
@@ -38,6 +38,9 @@ const PROBLEMS: &str = "x-problems";
         ledger::pending,
         ledger::done,
         ledger::failed,
+        ledger::renew,
+        review::review,
+        review::reset,
         ledger::list,
         ledger::entry,
         health::alive,

@@ -33,6 +33,7 @@ pub enum Code {
     AlreadyDone,
     Superseded,
     NotHolder,
+    Conflict,
     PayloadTooLarge,
     UnsupportedMediaType,
     InvalidRequest,
@@ -77,6 +78,10 @@ impl Code {
             ),
             Self::Superseded => (StatusCode::CONFLICT, "A later attempt has begun"),
             Self::NotHolder => (StatusCode::CONFLICT, "Somebody else holds the attempt"),
+            Self::Conflict => (
+                StatusCode::CONFLICT,
+                "The state of the work does not allow it",
+            ),
             Self::PayloadTooLarge => (StatusCode::PAYLOAD_TOO_LARGE, "The body is too large"),
             Self::UnsupportedMediaType => (
                 StatusCode::UNSUPPORTED_MEDIA_TYPE,
@@ -249,7 +254,11 @@ impl From<Refusal> for Problem {
             ),
             Refusal::Superseded { current } => Self::new(
                 Code::Superseded,
-                format!("the current attempt is {current}: this report comes from an earlier one"),
+                format!("the current attempt is {current}: this comes from an earlier one"),
+            ),
+            Refusal::Ended => Self::new(
+                Code::Superseded,
+                "the attempt was ended by a reset: claim the key anew",
             ),
             Refusal::NotHolder => Self::new(
                 Code::NotHolder,
@@ -262,7 +271,7 @@ impl From<Refusal> for Problem {
                 let detail = if reported_external_id.is_some() {
                     "the attempt was reported as done before, with another external_id: two effects may have happened"
                 } else {
-                    "the attempt was reported as done before: it cannot fail any more"
+                    "the attempt was reported as done before: it stays done"
                 };
                 Self {
                     ids: Some(Box::new(ConflictingIds {
@@ -272,6 +281,7 @@ impl From<Refusal> for Problem {
                     ..Self::new(Code::AlreadyDone, detail)
                 }
             }
+            Refusal::Unfit(why) => Self::new(Code::Conflict, why),
         }
     }
 }

@@ -122,7 +122,8 @@ pub fn decide(
         return Ok(first_claim(claim, now));
     };
     let window_passed = state.window_passed(now);
-    if !window_passed && is_mismatch(state, claim) {
+    let is_reset = matches!(state.phase, Phase::Reset { .. });
+    if !window_passed && !is_reset && is_mismatch(state, claim) {
         return Err(KeyReused);
     }
     let is_holder = claim.holder.is_some() && claim.holder == state.holder;
@@ -133,6 +134,7 @@ pub fn decide(
     }
     let after = match &state.phase {
         _ if window_passed => After::Window,
+        Phase::Reset { .. } if !state.conflict => After::Reset,
         Phase::Failed { retry: true, .. } if !state.conflict => After::Failed,
         Phase::Pending { lease_expires_at }
             if *lease_expires_at <= now
@@ -174,7 +176,8 @@ fn first_claim(claim: &Claim, now: Time) -> Decision {
 }
 
 fn claim_anew(state: &KeyState, claim: &Claim, after: After, now: Time) -> Decision {
-    let is_new_window = after == After::Window;
+    // As if it had never been claimed, but for the attempt.
+    let is_free = matches!(after, After::Window | After::Reset);
     let next = KeyState {
         order_id: claim
             .order_id
@@ -184,7 +187,7 @@ fn claim_anew(state: &KeyState, claim: &Claim, after: After, now: Time) -> Decis
         holder: claim.holder.clone(),
         processed_at: now,
         recognised_from: now,
-        payload_sha256: if is_new_window {
+        payload_sha256: if is_free {
             claim.payload_sha256.clone()
         } else {
             state.payload_sha256.clone()
@@ -192,13 +195,13 @@ fn claim_anew(state: &KeyState, claim: &Claim, after: After, now: Time) -> Decis
         ttl_seconds: claim.ttl_seconds,
         updated_at: now,
         phase: Phase::Claimed,
-        conflict: state.conflict && !is_new_window,
+        conflict: state.conflict && !is_free,
         ..state.clone()
     };
     // What takes over a pending key is pending, whether it asked for that or not.
     let lease = match after {
         After::Stale => Some(claim.pending.unwrap_or(DEFAULT_LEASE_SECONDS)),
-        After::Failed | After::Window => claim.pending,
+        After::Failed | After::Window | After::Reset => claim.pending,
     };
     won(next, lease, Some(after), now)
 }
@@ -236,7 +239,9 @@ fn ask_again(state: &KeyState, claim: &Claim, now: Time) -> Decision {
     let mut next = state.clone();
     let mut events = Vec::new();
     match state.phase {
-        Phase::Done { .. } | Phase::Failed { .. } => return turn_away(state, now),
+        Phase::Done { .. } | Phase::Failed { .. } | Phase::Reset { .. } => {
+            return turn_away(state, now);
+        }
         Phase::Claimed => {
             if let Some(lease) = claim.pending {
                 let lease_expires_at = now + seconds(lease);

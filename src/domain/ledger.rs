@@ -29,7 +29,7 @@ pub enum Status {
     Stale,
     /// Its effect happened.
     Done,
-    /// Its effect did not happen.
+    /// Its effect did not happen, or a person has set the key free.
     Failed,
 }
 
@@ -56,6 +56,11 @@ pub enum Phase {
         reason: Option<String>,
         /// Whether the key may be claimed again.
         retry: bool,
+    },
+    /// A person has set the key free, and ended its attempt: whatever it reports comes too late.
+    Reset {
+        /// Why.
+        reason: String,
     },
 }
 
@@ -101,7 +106,16 @@ impl KeyState {
             Phase::Pending { lease_expires_at } if lease_expires_at <= now => Status::Stale,
             Phase::Pending { .. } => Status::Pending,
             Phase::Done { .. } => Status::Done,
-            Phase::Failed { .. } => Status::Failed,
+            Phase::Failed { .. } | Phase::Reset { .. } => Status::Failed,
+        }
+    }
+
+    /// An answer that changes nothing.
+    pub(super) fn answer(&self, answer: Result<bool, Refusal>) -> Settlement {
+        Settlement {
+            state: self.clone(),
+            events: Vec::new(),
+            answer,
         }
     }
 
@@ -185,6 +199,8 @@ pub enum After {
     Failed,
     /// The dedupe window had passed.
     Window,
+    /// A person had set the key free.
+    Reset,
 }
 
 /// What can happen to a key's work. Written as `event` and `detail`.
@@ -231,6 +247,48 @@ pub enum Happening {
         /// The result in the report.
         result: Option<Value>,
     },
+    /// A person has decided what became of the work; the outcome follows.
+    Reviewed {
+        /// What.
+        #[serde(flatten)]
+        decision: ReviewDecision,
+        /// Who.
+        reviewer: String,
+        /// What they go by.
+        reason: String,
+    },
+    /// A person has set the key free.
+    Reset {
+        /// Who.
+        reviewer: String,
+        /// What they go by.
+        reason: String,
+    },
+}
+
+/// What a person says became of the work.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(tag = "decision", rename_all = "snake_case")]
+pub enum ReviewDecision {
+    /// The effect happened.
+    Done {
+        /// The provider's id.
+        external_id: Option<String>,
+    },
+    /// It did not, and the key may be claimed again.
+    Release,
+    /// It did not, and never shall.
+    Fail,
+}
+
+impl ReviewDecision {
+    /// The provider's id, where the effect happened.
+    pub fn external_id(&self) -> Option<&String> {
+        match self {
+            Self::Done { external_id } => external_id.as_ref(),
+            Self::Release | Self::Fail => None,
+        }
+    }
 }
 
 /// What somebody says became of the work.
@@ -283,6 +341,8 @@ pub enum Refusal {
         /// The attempt that is current.
         current: u32,
     },
+    /// The attempt was ended by a reset.
+    Ended,
     /// Somebody else holds the attempt.
     NotHolder,
     /// The effect has been reported already, and differently.
@@ -292,6 +352,8 @@ pub enum Refusal {
         /// The id in this report.
         reported_external_id: Option<String>,
     },
+    /// The state of the work does not allow it; why, and what to do instead.
+    Unfit(&'static str),
 }
 
 /// [`Refusal`] without its particulars, as the history keeps it.
@@ -304,6 +366,7 @@ pub enum RefusalKind {
     Superseded,
     NotHolder,
     AlreadyDone,
+    Conflict,
 }
 
 impl Refusal {
@@ -312,32 +375,36 @@ impl Refusal {
         match self {
             Self::AttemptAhead { .. } => RefusalKind::AttemptAhead,
             Self::AttemptRequired { .. } => RefusalKind::AttemptRequired,
-            Self::Superseded { .. } => RefusalKind::Superseded,
+            Self::Superseded { .. } | Self::Ended => RefusalKind::Superseded,
             Self::NotHolder => RefusalKind::NotHolder,
             Self::AlreadyDone { .. } => RefusalKind::AlreadyDone,
+            Self::Unfit(_) => RefusalKind::Conflict,
         }
     }
 }
 
-/// What a report does to a key.
+/// What a report, or another act, does to a key.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Settlement {
     /// The state after it.
     pub state: KeyState,
-    /// What to add to the history. Empty: there is nothing to write.
+    /// What to add to the history.
     pub events: Vec<Event>,
-    /// Whether the report changed anything, or why it was refused. A refused report of an
-    /// effect is written down all the same, as a conflict.
+    /// Whether it changed anything, or why it was refused. A refused report of an effect is
+    /// written down all the same, as a conflict.
     pub answer: Result<bool, Refusal>,
+}
+
+impl Settlement {
+    /// Whether there is anything to write.
+    pub fn is_change(&self) -> bool {
+        self.answer == Ok(true) || !self.events.is_empty()
+    }
 }
 
 /// Judges a report, in the order of the contract's rules.
 pub fn settle(state: &KeyState, history: &[Event], report: &Report, now: Time) -> Settlement {
-    let unchanged = |answer| Settlement {
-        state: state.clone(),
-        events: Vec::new(),
-        answer,
-    };
+    let unchanged = |answer| state.answer(answer);
     if holds(state, history, report) {
         return unchanged(Ok(false));
     }
@@ -524,6 +591,9 @@ fn refusal(state: &KeyState, report: &Report) -> Option<Refusal> {
     }
     if report.attempt.is_some_and(|attempt| attempt < current) {
         return Some(Refusal::Superseded { current });
+    }
+    if matches!(state.phase, Phase::Reset { .. }) {
+        return Some(Refusal::Ended);
     }
     if report.holder.is_some() && state.holder.is_some() && report.holder != state.holder {
         return Some(Refusal::NotHolder);

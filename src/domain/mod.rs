@@ -1,5 +1,6 @@
 //! The rules, and nothing else: no I/O, no HTTP, no SQL.
 
+pub mod act;
 pub mod claim;
 pub mod json;
 pub mod key;

@@ -17,8 +17,9 @@ use diesel::result::{DatabaseErrorKind, Error as DieselError};
 
 use self::rows::{GateRow, LedgerRow, Seen};
 use crate::domain::Time;
+use crate::domain::act::{Act, act};
 use crate::domain::claim::{Claim, Decided};
-use crate::domain::ledger::{Event, KeyState, Refusal, Report, Status, settle};
+use crate::domain::ledger::{Event, KeyState, Refusal, Status};
 use crate::domain::text::IdempotencyKey;
 
 /// A database that keeps the gate and the ledger. Every call is one transaction (but
@@ -42,16 +43,16 @@ pub trait Store: Send + Sync {
     /// Decides what that leaves, one call at a time.
     fn claim_known(&self, claims: &[Claim]) -> Vec<Result<Decided, StoreError>>;
 
-    /// Records what became of the work; none where the key is unknown.
+    /// Does what is asked of a claimed key, and records it; none where the key is unknown.
     ///
     /// # Errors
     ///
     /// The database could not do it.
-    fn settle(&self, report: &Report) -> Result<Option<Settled>, StoreError>;
+    fn act(&self, act: &Act) -> Result<Option<Acted>, StoreError>;
 
-    /// The same for reports whose callers know nothing of each other, in their order and in one
+    /// The same for acts whose callers know nothing of each other, in their order and in one
     /// transaction. One call comes at a time.
-    fn settle_gathered(&self, reports: &[Report]) -> Vec<Result<Option<Settled>, StoreError>>;
+    fn act_gathered(&self, acts: &[Act]) -> Vec<Result<Option<Acted>, StoreError>>;
 
     /// What is known of a key; none where it is unknown.
     ///
@@ -129,60 +130,54 @@ fn first_of_each_key<C: Borrow<Claim>>(claims: &[C]) -> BTreeMap<&IdempotencyKey
     firsts
 }
 
-/// What a report came to.
+/// What an act came to.
 #[derive(Debug, Clone)]
-pub struct Settled {
+pub struct Acted {
     /// The entry after it.
     pub entry: Entry,
     /// Whether it changed anything, or why it was refused.
     pub answer: Result<bool, Refusal>,
 }
 
-/// A key that is reported on, as it was found and as the reports of a batch change it.
-struct Reported {
+/// A claimed key, as it was found and as the acts of a batch change it.
+struct Known {
     state: KeyState,
     history: Vec<Event>,
-    /// What is written of it already.
-    written: Written,
+    is_changed: bool,
+    was_in_ledger: bool,
+    /// How many events are written already.
+    written: usize,
 }
 
-/// What of a key stood in the store before.
-struct Written {
-    in_ledger: bool,
-    /// How many events.
-    events: usize,
-}
-
-impl Reported {
+impl Known {
     fn new(state: KeyState, history: Vec<Event>) -> Self {
-        let written = Written {
-            in_ledger: state.in_ledger,
-            events: history.len(),
-        };
         Self {
+            is_changed: false,
+            was_in_ledger: state.in_ledger,
+            written: history.len(),
             state,
             history,
-            written,
         }
     }
 
-    /// What is to be added to the history; where that is nothing, nothing is to be written.
+    /// What is to be added to the history.
     fn events(&self) -> &[Event] {
-        &self.history[self.written.events..]
+        &self.history[self.written..]
     }
 
     /// Whether the key was claimed at the gate alone, and has an entry now.
     fn is_opened(&self) -> bool {
-        !self.written.in_ledger && !self.events().is_empty()
+        !self.was_in_ledger && self.state.in_ledger
     }
 
-    fn settle(&mut self, report: &Report, now: Time) -> Settled {
-        let settlement = settle(&self.state, &self.history, report, now);
+    fn act(&mut self, wanted: &Act, now: Time) -> Acted {
+        let settlement = act(&self.state, &self.history, wanted, now);
+        self.is_changed |= settlement.is_change();
         self.state = settlement.state;
         self.history.extend(settlement.events);
-        Settled {
+        Acted {
             entry: Entry {
-                key: report.key.clone(),
+                key: wanted.key().clone(),
                 history: history(&self.state, self.history.clone()),
                 state: self.state.clone(),
                 now,

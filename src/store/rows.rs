@@ -119,6 +119,7 @@ pub(super) struct LedgerRow {
     pub(super) result: Option<String>,
     pub(super) reason: Option<String>,
     pub(super) retry: Option<bool>,
+    pub(super) reset: bool,
     pub(super) conflict: bool,
     pub(super) updated_at: At,
 }
@@ -182,6 +183,7 @@ impl LedgerRow {
             result: None,
             reason: None,
             retry: None,
+            reset: false,
             conflict: state.conflict,
             updated_at: At(state.updated_at),
         };
@@ -203,6 +205,12 @@ impl LedgerRow {
                 row.status = "failed".into();
                 row.reason.clone_from(reason);
                 row.retry = Some(*retry);
+            }
+            Phase::Reset { reason } => {
+                row.status = "failed".into();
+                row.reason = Some(reason.clone());
+                row.retry = Some(true);
+                row.reset = true;
             }
         }
         row
@@ -226,6 +234,9 @@ impl LedgerRow {
                     .map(stored_json)
                     .transpose()
                     .map_err(|error| unexpected(&format!("an unreadable result: {error}")))?,
+            }),
+            "failed" if self.reset => Ok(Phase::Reset {
+                reason: self.reason.clone().unwrap_or_default(),
             }),
             "failed" => Ok(Phase::Failed {
                 reason: self.reason.clone(),

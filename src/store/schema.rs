@@ -53,6 +53,7 @@ diesel::table! {
         result -> Nullable<Text>,
         reason -> Nullable<Text>,
         retry -> Nullable<Bool>,
+        reset -> Bool,
         conflict -> Bool,
         updated_at -> Instant,
     }

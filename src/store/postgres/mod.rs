@@ -1,11 +1,11 @@
 //! The store on Postgres. Any number of replicas may share one database.
 
+mod act;
 mod adopt;
 mod claim;
 mod insert;
 mod lane;
 mod list;
-mod report;
 
 use std::collections::{BTreeMap, HashSet};
 use std::sync::Mutex;
@@ -23,17 +23,19 @@ use diesel::result::{DatabaseErrorKind, Error as DieselError};
 use diesel::sql_types::{BigInt, Bool, Text};
 use diesel_migrations::{EmbeddedMigrations, MigrationHarness, embed_migrations};
 
+use self::act::{act_all, read_history};
 use self::claim::New;
 use self::lane::Lane;
-use self::report::{read_history, settle_all};
+
 use super::rows::{self, At, GateRow, HistoryRow, LedgerRow};
 use super::schema::{
     Instant, processed_orders as gate, run_history as history, run_ledger as ledger,
 };
-use super::{Entry, Filter, Page, Settled, StartError, Store, StoreError};
+use super::{Acted, Entry, Filter, Page, StartError, Store, StoreError};
 use crate::domain::Time;
+use crate::domain::act::Act;
 use crate::domain::claim::{Batch, Claim, Decided};
-use crate::domain::ledger::{Event, Report};
+use crate::domain::ledger::Event;
 use crate::domain::text::IdempotencyKey;
 
 const MIGRATIONS: EmbeddedMigrations = embed_migrations!("migrations/postgres");
@@ -70,7 +72,7 @@ pub struct PostgresStore {
     new: Mutex<New>,
     /// For the others.
     known: Mutex<Lane>,
-    reports: Mutex<Lane>,
+    acts: Mutex<Lane>,
     replay_window: TimeDelta,
 }
 
@@ -130,7 +132,7 @@ impl PostgresStore {
                 left: HashSet::new(),
             }),
             known: Mutex::new(Lane::new(url.clone())),
-            reports: Mutex::new(Lane::new(url)),
+            acts: Mutex::new(Lane::new(url)),
             replay_window,
         })
     }
@@ -423,6 +425,7 @@ fn write_entries(connection: &mut PgConnection, entries: &[LedgerRow]) -> Result
                 ledger::result.eq(excluded(ledger::result)),
                 ledger::reason.eq(excluded(ledger::reason)),
                 ledger::retry.eq(excluded(ledger::retry)),
+                ledger::reset.eq(excluded(ledger::reset)),
                 ledger::conflict.eq(excluded(ledger::conflict)),
                 ledger::updated_at.eq(excluded(ledger::updated_at)),
             ))
@@ -526,18 +529,18 @@ impl Store for PostgresStore {
         self.decide_known(claims)
     }
 
-    fn settle(&self, report: &Report) -> Result<Option<Settled>, StoreError> {
-        let reports = std::slice::from_ref(report);
+    fn act(&self, act: &Act) -> Result<Option<Acted>, StoreError> {
+        let acts = std::slice::from_ref(act);
         Ok(self
-            .transact(|connection| Ok(settle_all(connection, reports)?))?
+            .transact(|connection| Ok(act_all(connection, acts)?))?
             .remove(0))
     }
 
-    fn settle_gathered(&self, reports: &[Report]) -> Vec<Result<Option<Settled>, StoreError>> {
-        let mut lane = lane::enter(&self.reports);
-        match lane.transact(|connection| settle_all(connection, reports)) {
-            Ok(settled) => settled.into_iter().map(Ok).collect(),
-            Err(error) => vec![Err(error); reports.len()],
+    fn act_gathered(&self, acts: &[Act]) -> Vec<Result<Option<Acted>, StoreError>> {
+        let mut lane = lane::enter(&self.acts);
+        match lane.transact(|connection| act_all(connection, acts)) {
+            Ok(acted) => acted.into_iter().map(Ok).collect(),
+            Err(error) => vec![Err(error); acts.len()],
         }
     }
 

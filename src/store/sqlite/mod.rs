@@ -22,10 +22,11 @@ use diesel_migrations::{EmbeddedMigrations, MigrationHarness, embed_migrations};
 use self::insert::insert;
 use super::rows::{self, At, GateRow, HistoryRow, LedgerRow};
 use super::schema::{processed_orders as gate, run_history as history, run_ledger as ledger};
-use super::{Entry, Filter, Page, Reported, Settled, StartError, Store, StoreError};
+use super::{Acted, Entry, Filter, Known, Page, StartError, Store, StoreError};
 use crate::domain::Time;
+use crate::domain::act::Act;
 use crate::domain::claim::{Batch, Claim, Decided, Found, Write, decide_all};
-use crate::domain::ledger::{Event, KeyState, Report};
+use crate::domain::ledger::{Event, KeyState};
 use crate::domain::text::IdempotencyKey;
 
 const MIGRATIONS: EmbeddedMigrations = embed_migrations!("migrations/sqlite");
@@ -229,37 +230,31 @@ impl SqliteStore {
         })
     }
 
-    /// Records reports in one transaction, in their order.
-    fn settle_all(&self, reports: &[Report]) -> Result<Vec<Option<Settled>>, StoreError> {
+    /// Does what is asked in one transaction, in its order.
+    fn act_all(&self, acts: &[Act]) -> Result<Vec<Option<Acted>>, StoreError> {
         self.transact(|connection| {
             let now = clock();
-            let mut found: BTreeMap<&IdempotencyKey, Option<Reported>> = BTreeMap::new();
-            for Report { key, .. } in reports {
-                if found.contains_key(key) {
-                    continue;
+            let mut found: BTreeMap<&IdempotencyKey, Known> = BTreeMap::new();
+            for key in acts.iter().map(Act::key) {
+                if !found.contains_key(key)
+                    && let Some(state) = read_state(connection, key)?
+                {
+                    found.insert(key, Known::new(state, read_history(connection, key)?));
                 }
-                let reported = match read_state(connection, key)? {
-                    Some(state) => Some(Reported::new(state, read_history(connection, key)?)),
-                    None => None,
-                };
-                found.insert(key, reported);
             }
-            let settled = reports
+            let acted = acts
                 .iter()
-                .map(|report| Some(found.get_mut(&report.key)?.as_mut()?.settle(report, now)))
+                .map(|act| Some(found.get_mut(act.key())?.act(act, now)))
                 .collect();
-            for (key, reported) in found {
-                let Some(reported) = reported.filter(|reported| !reported.events().is_empty())
-                else {
-                    continue;
-                };
-                write_entry(connection, key, &reported.state)?;
-                if reported.is_opened() {
+            found.retain(|_, known| known.is_changed);
+            for (key, known) in found {
+                write_entry(connection, key, &known.state)?;
+                if known.is_opened() {
                     mark_opened(connection, key)?;
                 }
-                write_events(connection, key, reported.events())?;
+                write_events(connection, key, known.events())?;
             }
-            Ok(settled)
+            Ok(acted)
         })
     }
 }
@@ -467,14 +462,14 @@ impl Store for SqliteStore {
         }
     }
 
-    fn settle(&self, report: &Report) -> Result<Option<Settled>, StoreError> {
-        Ok(self.settle_all(std::slice::from_ref(report))?.remove(0))
+    fn act(&self, act: &Act) -> Result<Option<Acted>, StoreError> {
+        Ok(self.act_all(std::slice::from_ref(act))?.remove(0))
     }
 
-    fn settle_gathered(&self, reports: &[Report]) -> Vec<Result<Option<Settled>, StoreError>> {
-        match self.settle_all(reports) {
-            Ok(settled) => settled.into_iter().map(Ok).collect(),
-            Err(error) => vec![Err(error); reports.len()],
+    fn act_gathered(&self, acts: &[Act]) -> Vec<Result<Option<Acted>, StoreError>> {
+        match self.act_all(acts) {
+            Ok(acted) => acted.into_iter().map(Ok).collect(),
+            Err(error) => vec![Err(error); acts.len()],
         }
     }
 

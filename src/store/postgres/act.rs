@@ -1,4 +1,4 @@
-//! How reports are recorded.
+//! How acts are done.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -6,18 +6,19 @@ use diesel::pg::PgConnection;
 use diesel::prelude::*;
 
 use super::{clock, lock_gate, lock_ledger, mark_opened, write_entries, write_events};
-use crate::domain::ledger::{Event, Report};
+use crate::domain::act::Act;
+use crate::domain::ledger::Event;
 use crate::domain::text::IdempotencyKey;
 use crate::store::rows::{self, HistoryRow, LedgerRow};
 use crate::store::schema::run_history as history;
-use crate::store::{Reported, Settled, StoreError};
+use crate::store::{Acted, Known, StoreError};
 
-/// Records reports, in their order; none where a key is unknown.
-pub(super) fn settle_all(
+/// Does what is asked, in its order; none where a key is unknown.
+pub(super) fn act_all(
     connection: &mut PgConnection,
-    reports: &[Report],
-) -> Result<Vec<Option<Settled>>, StoreError> {
-    let keys: BTreeSet<&IdempotencyKey> = reports.iter().map(|report| &report.key).collect();
+    acts: &[Act],
+) -> Result<Vec<Option<Acted>>, StoreError> {
+    let keys: BTreeSet<&IdempotencyKey> = acts.iter().map(Act::key).collect();
     let keys: Vec<&IdempotencyKey> = keys.into_iter().collect();
     let texts: Vec<&str> = keys.iter().map(|key| key.as_str()).collect();
     let rows = lock_gate(connection, &texts)?;
@@ -29,23 +30,23 @@ pub(super) fn settle_all(
         let (row, entry) = (rows.get(key.as_str()), entries.get(key.as_str()));
         if let Some(state) = rows::state(row, entry)? {
             let history = histories.remove(key.as_str()).unwrap_or_default();
-            found.insert(key, Reported::new(state, history));
+            found.insert(key, Known::new(state, history));
         }
     }
-    let settled = reports
+    let acted = acts
         .iter()
-        .map(|report| Some(found.get_mut(&report.key)?.settle(report, now)))
+        .map(|act| Some(found.get_mut(act.key())?.act(act, now)))
         .collect();
 
-    found.retain(|_, reported| !reported.events().is_empty());
+    found.retain(|_, known| known.is_changed);
     let entries: Vec<LedgerRow> = found
         .iter()
-        .map(|(key, reported)| LedgerRow::of_state(key, &reported.state))
+        .map(|(key, known)| LedgerRow::of_state(key, &known.state))
         .collect();
     write_entries(connection, &entries)?;
     let opened: Vec<&str> = found
         .iter()
-        .filter(|(_, reported)| reported.is_opened())
+        .filter(|(_, known)| known.is_opened())
         .map(|(key, _)| key.as_str())
         .collect();
     if !opened.is_empty() {
@@ -53,10 +54,10 @@ pub(super) fn settle_all(
     }
     let events: Vec<(&IdempotencyKey, &[Event])> = found
         .iter()
-        .map(|(key, reported)| (*key, reported.events()))
+        .map(|(key, known)| (*key, known.events()))
         .collect();
     write_events(connection, &events)?;
-    Ok(settled)
+    Ok(acted)
 }
 
 /// What happened to a key.

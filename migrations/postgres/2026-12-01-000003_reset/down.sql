@@ -1,0 +1,1 @@
+ALTER TABLE run_ledger DROP COLUMN reset;
