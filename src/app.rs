@@ -109,7 +109,8 @@ async fn open_store(settings: &Settings) -> Result<(Arc<dyn Store>, u32), String
     loop {
         let opened: Result<(Arc<dyn Store>, u32), StartError> = match &database {
             Database::Postgres(url) => {
-                PostgresStore::open(url.expose_secret(), connections, replay_window)
+                let is_pooled = settings.database_pooler;
+                PostgresStore::open(url.expose_secret(), is_pooled, connections, replay_window)
                     .map(|store| (Arc::new(store) as Arc<dyn Store>, connections))
             }
             Database::Sqlite(path) => SqliteStore::open(path, replay_window)

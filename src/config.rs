@@ -47,6 +47,10 @@ pub struct Settings {
           value_parser = clap::value_parser!(u32).range(4..=1000))]
     pub database_connections: u32,
 
+    /// Whether a pooler in transaction mode (`PgBouncer`) stands before Postgres [default: found out]
+    #[arg(long, env, global = true, value_name = "BOOL")]
+    pub database_pooler: Option<bool>,
+
     /// How many claims may wait to be decided
     #[arg(long, env, global = true, value_name = "NUMBER", default_value_t = 4096,
           value_parser = clap::value_parser!(u32).range(1..=1_000_000))]

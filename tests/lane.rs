@@ -331,7 +331,7 @@ fn store(backend: Backend) -> (Database, Box<dyn Store>) {
     let window = TimeDelta::seconds(1800);
     let store: Box<dyn Store> = match backend {
         Backend::Sqlite => Box::new(SqliteStore::open(&database.path(), window).unwrap()),
-        Backend::Postgres => Box::new(PostgresStore::open(&database.url, 1, window).unwrap()),
+        Backend::Postgres => Box::new(PostgresStore::open(&database.url, None, 1, window).unwrap()),
     };
     (database, store)
 }
@@ -502,7 +502,7 @@ fn what_is_done_stays_done_where_its_row_of_the_gate_is_deleted() {
 fn a_lane_goes_by_no_default_of_the_database() {
     let database = Database::new(Backend::Postgres);
     let window = TimeDelta::seconds(1800);
-    let store = PostgresStore::open(&database.url, 1, window).unwrap();
+    let store = PostgresStore::open(&database.url, None, 1, window).unwrap();
     let name = database.sql("SELECT current_database()");
     for setting in [
         "default_transaction_isolation = 'serializable'",

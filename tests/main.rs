@@ -14,6 +14,7 @@ mod keys;
 mod lane;
 mod listing;
 mod openapi;
+mod pooler;
 mod races;
 mod readme;
 mod review;

@@ -4,6 +4,7 @@ pub(crate) mod contest;
 pub(crate) mod database;
 pub(crate) mod lossy;
 pub(crate) mod node;
+pub(crate) mod pgbouncer;
 pub(crate) mod postgres;
 pub(crate) mod random;
 pub(crate) mod raw;

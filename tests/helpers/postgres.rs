@@ -36,7 +36,7 @@ fn programs() -> PathBuf {
 }
 
 /// A command that runs as nobody special: Postgres refuses to run as root.
-fn unprivileged(program: &Path) -> Command {
+pub(super) fn unprivileged(program: &Path) -> Command {
     let is_root = std::fs::metadata("/proc/self")
         .is_ok_and(|own| std::os::unix::fs::MetadataExt::uid(&own) == 0);
     if !is_root {

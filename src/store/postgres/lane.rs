@@ -6,9 +6,9 @@ use std::time::{Duration, Instant};
 
 use diesel::connection::SimpleConnection;
 use diesel::pg::PgConnection;
-use diesel::prelude::*;
 use diesel::result::Error as DieselError;
 
+use super::connect::Server;
 use super::insert::{Made, insert};
 use super::{is_read_only, one_line};
 use crate::domain::claim::Claim;
@@ -30,23 +30,25 @@ const SESSION: &str = "SET lock_timeout = '200ms'; \
     SELECT set_config('synchronous_commit', 'on', false) \
     WHERE current_setting('synchronous_commit') = 'off'";
 
-/// In one message with the beginning, and set in the transaction: see [`super::SETTINGS`].
+/// In one message with the beginning, and set in the transaction: see [`super::SETTINGS`]. Behind a
+/// pooler there is nothing else.
 const BEGIN: &str = "BEGIN ISOLATION LEVEL READ COMMITTED; \
     SET LOCAL lock_timeout = '200ms'; \
     SET LOCAL statement_timeout = '2s'; \
     SET LOCAL idle_in_transaction_session_timeout = '5s'; \
+    SET LOCAL enable_seqscan = off; \
     SELECT set_config('synchronous_commit', 'on', true) \
     WHERE current_setting('synchronous_commit') = 'off'";
 
 /// The connection, once there is one.
 pub(super) struct Lane {
-    url: String,
+    server: Server,
     kept: Option<(PgConnection, Instant)>,
 }
 
 impl Lane {
-    pub(super) fn new(url: String) -> Self {
-        Self { url, kept: None }
+    pub(super) fn new(server: Server) -> Self {
+        Self { server, kept: None }
     }
 
     /// The connection, taken: one that is left in the middle of something is not used again.
@@ -56,12 +58,13 @@ impl Lane {
         {
             return Ok(connection);
         }
-        let mut connection = PgConnection::establish(&self.url)
+        let mut connection = self
+            .server
+            .connect()
             .map_err(|error| StoreError::Unavailable(one_line(&error.to_string())))?;
-        connection.batch_execute(SESSION)?;
-        // A standby may lag behind, and would answer all the same where nothing is to be written.
-        if is_read_only(&mut connection)? {
-            return Err(StoreError::Unavailable("the server is read-only".into()));
+        if !self.server.is_pooled {
+            connection.batch_execute(SESSION)?;
+            expect_writable(&mut connection)?;
         }
         Ok(connection)
     }
@@ -73,6 +76,9 @@ impl Lane {
     /// Makes the rows of all keys that have none, in one statement that commits by itself: one
     /// round trip, and one flush.
     pub(super) fn win(&mut self, claims: &[&Claim]) -> Result<Option<Made>, StoreError> {
+        if self.server.is_pooled {
+            return self.transact(|connection| Ok(insert(connection, claims)?));
+        }
         let mut connection = self.take()?;
         match insert(&mut connection, claims) {
             Ok(made) => {
@@ -88,11 +94,14 @@ impl Lane {
         }
     }
 
-    /// Runs `work`, of which each statement is a transaction, once.
+    /// Runs `work`, of which each statement is a transaction, once; behind a pooler, all of it is one.
     pub(super) fn run<T>(
         &mut self,
         work: impl FnOnce(&mut PgConnection) -> Result<T, StoreError>,
     ) -> Result<T, StoreError> {
+        if self.server.is_pooled {
+            return self.transact(work);
+        }
         let mut connection = self.take()?;
         let done = work(&mut connection);
         if done.is_ok() || lives(&mut connection) {
@@ -107,9 +116,14 @@ impl Lane {
         work: impl FnOnce(&mut PgConnection) -> Result<T, StoreError>,
     ) -> Result<T, StoreError> {
         let mut connection = self.take()?;
+        let is_pooled = self.server.is_pooled;
         let done = connection
             .batch_execute(BEGIN)
             .map_err(StoreError::from)
+            .and_then(|()| match is_pooled {
+                true => expect_writable(&mut connection),
+                false => Ok(()),
+            })
             .and_then(|()| work(&mut connection));
         let end = if done.is_ok() { "COMMIT" } else { "ROLLBACK" };
         let ended = connection.batch_execute(end);
@@ -125,6 +139,14 @@ impl Lane {
 /// One batch comes at a time, so nobody waits here.
 pub(super) fn enter<T>(lane: &Mutex<T>) -> MutexGuard<'_, T> {
     lane.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// A standby may lag behind, and would answer all the same where nothing is to be written.
+fn expect_writable(connection: &mut PgConnection) -> Result<(), StoreError> {
+    if is_read_only(connection)? {
+        return Err(StoreError::Unavailable("the server is read-only".into()));
+    }
+    Ok(())
 }
 
 fn lives(connection: &mut PgConnection) -> bool {

@@ -3,6 +3,7 @@
 mod act;
 mod adopt;
 mod claim;
+mod connect;
 mod insert;
 mod lane;
 mod list;
@@ -18,13 +19,14 @@ use diesel::migration::MigrationSource;
 use diesel::pg::{Pg, PgConnection};
 use diesel::prelude::*;
 use diesel::query_builder::{AstPass, QueryFragment, QueryId};
-use diesel::r2d2::{ConnectionManager, Pool};
+use diesel::r2d2::Pool;
 use diesel::result::{DatabaseErrorKind, Error as DieselError};
 use diesel::sql_types::{BigInt, Bool, Text};
 use diesel_migrations::{EmbeddedMigrations, MigrationHarness, embed_migrations};
 
 use self::act::{act_all, read_history};
 use self::claim::New;
+use self::connect::Server;
 use self::lane::Lane;
 
 use super::rows::{self, At, GateRow, HistoryRow, LedgerRow};
@@ -67,7 +69,7 @@ const MIGRATION_LOCK: i64 = 0x64_65_64_75_70;
 
 /// The gate and the ledger in a Postgres database.
 pub struct PostgresStore {
-    pool: Pool<ConnectionManager<PgConnection>>,
+    pool: Pool<Server>,
     /// For claims on keys that are new, most of them.
     new: Mutex<New>,
     /// For the others.
@@ -111,34 +113,45 @@ impl<T> From<StoreError> for Undo<T> {
 }
 
 impl PostgresStore {
-    /// Connects, migrates the database, and makes a pool of at most `connections` beside the lane's.
+    /// Connects, migrates the database, and makes a pool of at most `connections` beside the lanes'.
+    /// `is_pooled` says whether a pooler in transaction mode stands before the database; where it
+    /// does not, that is found out.
     ///
     /// # Errors
     ///
     /// The database is out of reach, or holds tables that cannot be adopted.
-    pub fn open(url: &str, connections: u32, replay_window: TimeDelta) -> Result<Self, StartError> {
-        let url = with_defaults(url);
-        Self::migrate(&url)?;
+    pub fn open(
+        url: &str,
+        is_pooled: Option<bool>,
+        connections: u32,
+        replay_window: TimeDelta,
+    ) -> Result<Self, StartError> {
+        let server = Server::new(url, is_pooled)?;
+        Self::migrate(&server)?;
+        if server.is_pooled {
+            log::info!("a pooler in transaction mode stands before the database");
+        }
         let pool = Pool::builder()
             .max_size(connections)
             .min_idle(Some(1))
             .connection_timeout(CONNECT_TIMEOUT)
             .error_handler(Box::new(LogAtDebug))
-            .build_unchecked(ConnectionManager::new(&url));
+            .build_unchecked(server.clone());
         Ok(Self {
             pool,
             new: Mutex::new(New {
-                lane: Lane::new(url.clone()),
+                lane: Lane::new(server.clone()),
                 left: HashSet::new(),
             }),
-            known: Mutex::new(Lane::new(url.clone())),
-            acts: Mutex::new(Lane::new(url)),
+            known: Mutex::new(Lane::new(server.clone())),
+            acts: Mutex::new(Lane::new(server)),
             replay_window,
         })
     }
 
-    fn migrate(url: &str) -> Result<(), StartError> {
-        let mut connection = PgConnection::establish(url)
+    fn migrate(server: &Server) -> Result<(), StartError> {
+        let mut connection = server
+            .connect()
             .map_err(|error| StartError::Unavailable(one_line(&error.to_string())))?;
         connection
             .build_transaction()
@@ -296,31 +309,6 @@ impl diesel::r2d2::HandleError<diesel::r2d2::Error> for LogAtDebug {
 /// libpq writes its errors over several lines.
 fn one_line(text: &str) -> String {
     text.split_whitespace().collect::<Vec<_>>().join(" ")
-}
-
-/// Adds limits on how long the network may be silent, where the URL does not set them.
-fn with_defaults(url: &str) -> String {
-    let mut url = url.to_owned();
-    for (name, value) in [
-        ("connect_timeout", "2"),
-        ("tcp_user_timeout", "3000"),
-        ("keepalives_idle", "10"),
-        ("keepalives_interval", "5"),
-        ("keepalives_count", "2"),
-        ("fallback_application_name", "dedup-gate"),
-    ] {
-        let query = url.split_once('?').map(|(_, query)| query);
-        let is_set = query.is_some_and(|query| {
-            query
-                .split('&')
-                .any(|pair| pair.split('=').next() == Some(name))
-        });
-        if !is_set {
-            url.push(if query.is_none() { '?' } else { '&' });
-            url.push_str(&format!("{name}={value}"));
-        }
-    }
-    url
 }
 
 diesel::define_sql_function! {

@@ -1,0 +1,125 @@
+//! Behind PgBouncer in transaction mode, where each transaction may be another session's.
+
+use std::sync::Arc;
+use std::sync::atomic::AtomicUsize;
+
+use serde_json::json;
+
+use super::helpers::contest::{API_KEYS, assert_one_winner_each, contest, fail_all};
+use super::helpers::pgbouncer::PgBouncer;
+use super::helpers::postgres::{SHARED, psql};
+use super::helpers::service::Client;
+use super::helpers::{Database, Service, wait_until};
+
+/// An empty database, and its name.
+fn database(pooler: &PgBouncer, name: &str) -> Arc<Database> {
+    SHARED.create(name);
+    Arc::new(Database::at(pooler.url(name)))
+}
+
+#[test]
+fn it_is_found_out() {
+    const FOUND: &str = "a pooler in transaction mode";
+    for (number, (mode, sessions, settings, found)) in [
+        ("transaction", 1, "", true),
+        ("transaction", 3, "", true),
+        ("transaction", 3, "server_round_robin = 1", true),
+        ("session", 20, "", false),
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        let pooler = PgBouncer::start(&SHARED, mode, sessions, settings);
+        let database = database(&pooler, &format!("pooler_found_{number}"));
+        let service = Service::start_beside(Arc::clone(&database), &[]);
+        assert_eq!(service.log().contains(FOUND), found, "{mode}, {sessions}");
+        assert_eq!(
+            service.claim(json!({"idempotency_key": "k"}))["claimed"],
+            true
+        );
+        drop(service);
+        // What is found out can be said as well.
+        let said = (!found).to_string();
+        if !found {
+            let service = Service::start_beside(database, &[("DATABASE_POOLER", &said)]);
+            assert!(service.log().contains(FOUND));
+        }
+    }
+    let direct = SHARED.create("pooler_found_none");
+    let service = Service::start_on(Database::at(direct), &[]);
+    assert!(!service.log().contains(FOUND));
+}
+
+/// Three attempts of each key, by two replicas that share two sessions.
+#[test]
+fn every_attempt_has_one_winner() {
+    const KEYS: usize = 100;
+    let pooler = PgBouncer::start(&SHARED, "transaction", 2, "");
+    let database = database(&pooler, "pooler_races");
+    let settings = [("API_KEYS", API_KEYS)];
+    let services = [(); 2].map(|()| Service::start_beside(Arc::clone(&database), &settings));
+    let clients: Vec<Client> = services.iter().map(Service::client).collect();
+    let progress = AtomicUsize::new(0);
+    let plain = contest(&clients, "gate", KEYS, &json!({}), &progress);
+    assert_one_winner_each(&plain, KEYS, 1);
+    let opening = json!({"pending": true, "on_stale": "take_over"});
+    let opened = contest(&clients, "key", KEYS, &opening, &progress);
+    assert_one_winner_each(&opened, KEYS, 1);
+    database.age_all(3600);
+    let taken_over = contest(&clients, "key", KEYS, &opening, &progress);
+    assert_one_winner_each(&taken_over, KEYS, 2);
+    fail_all(&clients, &taken_over);
+    database.age_all(3600);
+    let again = contest(&clients, "key", KEYS, &json!({}), &progress);
+    assert_one_winner_each(&again, KEYS, 3);
+}
+
+/// Others use the same sessions, and must find them as they left them.
+#[test]
+fn nothing_is_left_in_a_session() {
+    let pooler = PgBouncer::start(&SHARED, "transaction", 1, "");
+    let database = database(&pooler, "pooler_sessions");
+    let service = Service::start_beside(Arc::clone(&database), &[]);
+    let state = "SELECT pg_backend_pid(), (SELECT count(*) FROM pg_prepared_statements), \
+        (SELECT string_agg(name || '=' || setting, ',' ORDER BY name) FROM pg_settings \
+         WHERE source = 'session' AND name NOT IN ('TimeZone', 'client_encoding', 'application_name'))";
+    let before = psql(&database.url, state).unwrap();
+    for number in 0..5 {
+        let key = format!("k-{number}");
+        service.claim(json!({"idempotency_key": key, "claimant": "a", "pending": true}));
+        assert_eq!(
+            service.claim(json!({"idempotency_key": key, "claimant": "b"}))["claimed"],
+            false
+        );
+        let report = json!({"idempotency_key": key, "attempt": 1});
+        service.post("/ledger/done", &report).ok();
+        service.claim(json!({"idempotency_key": format!("gate-{number}"), "claimant": "a"}));
+        let array =
+            json!([{"idempotency_key": format!("array-{number}")}, {"idempotency_key": "k-0"}]);
+        service.post("/claim", &array).ok();
+        service.get("/ledger?status=done").ok();
+        service.get("/health/ready").ok();
+    }
+    let after = psql(&database.url, state).unwrap();
+    assert_eq!(before, after);
+    assert!(after.contains("|0|"), "{after}");
+}
+
+#[test]
+fn a_pooler_that_dies_is_used_again() {
+    let mut pooler = PgBouncer::start(&SHARED, "transaction", 3, "");
+    let database = database(&pooler, "pooler_dies");
+    let service = Service::start_beside(database, &[]);
+    let claim = json!({"idempotency_key": "k", "claimant": "a"});
+    assert_eq!(service.claim(claim.clone())["claimed"], true);
+    pooler.end();
+    assert_eq!(
+        service.post("/claim", &claim).problem(503),
+        "store_unavailable"
+    );
+    pooler.start_again();
+    wait_until("it answers", || {
+        service.post("/claim", &claim).status == 200
+    });
+    assert_eq!(service.claim(claim)["replayed"], true);
+}
