@@ -1,14 +1,11 @@
 //! Behind PgBouncer in transaction mode, where each transaction may be another session's.
 
 use std::sync::Arc;
-use std::sync::atomic::AtomicUsize;
 
 use serde_json::json;
 
-use super::helpers::contest::{API_KEYS, assert_one_winner_each, contest, fail_all};
 use super::helpers::pgbouncer::PgBouncer;
 use super::helpers::postgres::{SHARED, psql};
-use super::helpers::service::Client;
 use super::helpers::{Database, Service, wait_until};
 
 /// An empty database, and its name.
@@ -48,30 +45,6 @@ fn it_is_found_out() {
     let direct = SHARED.create("pooler_found_none");
     let service = Service::start_on(Database::at(direct), &[]);
     assert!(!service.log().contains(FOUND));
-}
-
-/// Three attempts of each key, by two replicas that share two sessions.
-#[test]
-fn every_attempt_has_one_winner() {
-    const KEYS: usize = 100;
-    let pooler = PgBouncer::start(&SHARED, "transaction", 2, "");
-    let database = database(&pooler, "pooler_races");
-    let settings = [("API_KEYS", API_KEYS)];
-    let services = [(); 2].map(|()| Service::start_beside(Arc::clone(&database), &settings));
-    let clients: Vec<Client> = services.iter().map(Service::client).collect();
-    let progress = AtomicUsize::new(0);
-    let plain = contest(&clients, "gate", KEYS, &json!({}), &progress);
-    assert_one_winner_each(&plain, KEYS, 1);
-    let opening = json!({"pending": true, "on_stale": "take_over"});
-    let opened = contest(&clients, "key", KEYS, &opening, &progress);
-    assert_one_winner_each(&opened, KEYS, 1);
-    database.age_all(3600);
-    let taken_over = contest(&clients, "key", KEYS, &opening, &progress);
-    assert_one_winner_each(&taken_over, KEYS, 2);
-    fail_all(&clients, &taken_over);
-    database.age_all(3600);
-    let again = contest(&clients, "key", KEYS, &json!({}), &progress);
-    assert_one_winner_each(&again, KEYS, 3);
 }
 
 /// Others use the same sessions, and must find them as they left them.

@@ -5,7 +5,11 @@ use std::sync::atomic::AtomicUsize;
 
 use serde_json::json;
 
-use super::helpers::contest::{API_KEYS, assert_one_winner_each, contest, fail_all};
+use super::helpers::contest::{
+    API_KEYS, assert_one_winner_each, contest, contest_of_three_attempts,
+};
+use super::helpers::pgbouncer::PgBouncer;
+use super::helpers::postgres::{Postgres, SHARED};
 use super::helpers::service::Client;
 use super::helpers::{Backend, Database, Service};
 
@@ -34,28 +38,34 @@ fn a_new_key_has_one_winner() {
     }
 }
 
-/// The same keys go through three attempts: opened, taken over once stale, claimed again once
-/// failed.
 #[test]
 fn every_attempt_has_one_winner() {
-    const KEYS: usize = 300;
     for services in replicas() {
-        let clients = clients(&services);
-        let progress = AtomicUsize::new(0);
-        let opening = json!({"pending": true, "on_stale": "take_over"});
-        let opened = contest(&clients, "key", KEYS, &opening, &progress);
-        assert_one_winner_each(&opened, KEYS, 1);
-
-        let database = &services[0].database;
-        database.age_all(3600);
-        let taken_over = contest(&clients, "key", KEYS, &opening, &progress);
-        assert_one_winner_each(&taken_over, KEYS, 2);
-
-        fail_all(&clients, &taken_over);
-        database.age_all(3600);
-        let again = contest(&clients, "key", KEYS, &json!({}), &progress);
-        assert_one_winner_each(&again, KEYS, 3);
+        contest_of_three_attempts(&services, 300);
     }
+}
+
+#[test]
+fn every_attempt_has_one_winner_on_the_newest_postgres() {
+    let Some(postgres) = Postgres::start_newest() else {
+        return;
+    };
+    let database = Arc::new(Database::at(postgres.create("gate")));
+    let services = [(); 2].map(|()| Service::start_beside(Arc::clone(&database), &SETTINGS));
+    contest_of_three_attempts(&services, 100);
+    // It is the one that was meant.
+    let version = database.sql("SHOW server_version_num");
+    assert!(version.parse::<u32>().unwrap() >= 180_000, "{version}");
+}
+
+/// Two replicas that share two sessions.
+#[test]
+fn every_attempt_has_one_winner_behind_a_pooler() {
+    let pooler = PgBouncer::start(&SHARED, "transaction", 2, "");
+    SHARED.create("pooler_races");
+    let database = Arc::new(Database::at(pooler.url("pooler_races")));
+    let services = [(); 2].map(|()| Service::start_beside(Arc::clone(&database), &SETTINGS));
+    contest_of_three_attempts(&services, 100);
 }
 
 /// Each rival claims a batch that holds the same keys, in an order of its own: no batch is

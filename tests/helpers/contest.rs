@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use serde_json::{Value, json};
 
 use super::Reply;
-use super::service::Client;
+use super::service::{Client, Service};
 
 /// How many callers there are, each with a connection of its own.
 const CALLERS: usize = 64;
@@ -53,6 +53,26 @@ impl Rival {
         }
         unreachable!("the turns do not end")
     }
+}
+
+/// Each key goes through three attempts, with one winner each: opened, taken over once stale, claimed
+/// again once failed.
+pub(crate) fn contest_of_three_attempts(services: &[Service], keys: usize) {
+    let clients: Vec<Client> = services.iter().map(Service::client).collect();
+    let database = &services[0].database;
+    let progress = AtomicUsize::new(0);
+    let opening = json!({"pending": true, "on_stale": "take_over"});
+    let opened = contest(&clients, "key", keys, &opening, &progress);
+    assert_one_winner_each(&opened, keys, 1);
+
+    database.age_all(3600);
+    let taken_over = contest(&clients, "key", keys, &opening, &progress);
+    assert_one_winner_each(&taken_over, keys, 2);
+
+    fail_all(&clients, &taken_over);
+    database.age_all(3600);
+    let again = contest(&clients, "key", keys, &json!({}), &progress);
+    assert_one_winner_each(&again, keys, 3);
 }
 
 /// What was heard of one claim. Nothing is asserted before all rivals are through: one that

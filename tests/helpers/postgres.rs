@@ -18,8 +18,11 @@ pub(crate) struct Postgres {
     warden: Child,
 }
 
-/// The folder of `initdb` and `postgres`, as Debian and most others lay them.
+/// The folder of `initdb` and `postgres`: `POSTGRES_BIN`, or as Debian and most others lay them.
 fn programs() -> PathBuf {
+    if let Some(folder) = std::env::var_os("POSTGRES_BIN") {
+        return folder.into();
+    }
     let mut candidates: Vec<PathBuf> = std::fs::read_dir("/usr/lib/postgresql")
         .into_iter()
         .flatten()
@@ -33,6 +36,19 @@ fn programs() -> PathBuf {
         let output = output.expect("Postgres is needed: scripts/test installs it");
         PathBuf::from(String::from_utf8(output.stdout).unwrap().trim())
     })
+}
+
+/// The folder of `bin`, `lib` and `share` of the newest Postgres that `scripts/test` has found, copied to
+/// where those who run it may read it; none where it comes for other processors only.
+fn newest(folder: &Path) -> Option<PathBuf> {
+    let cached = std::env::var_os("NEWEST_POSTGRES");
+    assert!(
+        cached.is_some() || !cfg!(target_arch = "x86_64"),
+        "scripts/test finds it"
+    );
+    let copy = folder.join("newest");
+    run(Command::new("cp").arg("-a").arg(cached?).arg(&copy));
+    Some(copy.join("bin"))
 }
 
 /// A command that runs as nobody special: Postgres refuses to run as root.
@@ -68,6 +84,17 @@ impl Postgres {
     /// Starts a server with these settings (`name=value`).
     pub(crate) fn start(settings: &[&str]) -> Self {
         let folder = tempfile::tempdir().unwrap().keep();
+        Self::start_in(folder, &programs(), settings)
+    }
+
+    /// Starts a server of the newest version that there is.
+    pub(crate) fn start_newest() -> Option<Self> {
+        let folder = tempfile::tempdir().unwrap().keep();
+        let programs = newest(&folder)?;
+        Some(Self::start_in(folder, &programs, &["fsync=off"]))
+    }
+
+    fn start_in(folder: PathBuf, programs: &Path, settings: &[&str]) -> Self {
         let data = folder.join("data");
         std::fs::create_dir(&data).unwrap();
         run(Command::new("chmod").arg("755").arg(&folder));
@@ -77,7 +104,7 @@ impl Postgres {
                 .arg("postgres:")
                 .arg(&folder));
         }
-        run(unprivileged(&programs().join("initdb"))
+        run(unprivileged(&programs.join("initdb"))
             .args([
                 "--auth=trust",
                 "--username=postgres",
@@ -96,7 +123,7 @@ impl Postgres {
         .into_iter()
         .chain(settings.iter().map(|setting| (*setting).to_owned()))
         .collect();
-        let warden = Self::guarded(&folder, &settings);
+        let warden = Self::guarded(&folder, programs, &settings);
         let server = Self {
             folder,
             port,
@@ -109,7 +136,7 @@ impl Postgres {
     /// Starts a shell that keeps the server running for as long as this process lives, unless
     /// there is a file `down`. It starts a killed server again until the memory that its
     /// backends shared is free.
-    fn guarded(folder: &Path, settings: &[String]) -> Child {
+    fn guarded(folder: &Path, programs: &Path, settings: &[String]) -> Child {
         const WARDEN: &str = r#"
             folder=$1; shift
             while [ -d "$folder/data" ]; do
@@ -125,7 +152,7 @@ impl Postgres {
         command
             .args(["-c", WARDEN, "warden"])
             .arg(folder)
-            .arg(programs().join("postgres"))
+            .arg(programs.join("postgres"))
             .arg("-D")
             .arg(folder.join("data"));
         for setting in settings {
