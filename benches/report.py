@@ -142,6 +142,15 @@ def growth(found):
     return table(["held before", *MEASURED, "÷ the first"], rows) + goals_table(goals)
 
 
+def removal(found):
+    cases = {"kept": "as many old keys that are kept", "removed": "old keys that are removed meanwhile"}
+    rows = [[system, cases[case], *measured(rounds), f"{ratio(rounds, found[system, 'kept'])[0]:.2f}"]
+            for (system, case), rounds in found.items()]
+    goals = [goal(f"{system}: while keys are removed ÷ while they are kept",
+                  ratio(found[system, "removed"], found[system, "kept"]), 0.8, "") for system in (ON_POSTGRES, ON_SQLITE)]
+    return table(["system", "beside new keys at 64 connections", *MEASURED, "÷ kept"], rows) + goals_table(goals)
+
+
 def size(found):
     def row(what, values, unit, at_most, aim):
         return [what, f"**{number(statistics.median(values))} {unit}**", f"{number(min(values))} to {number(max(values))}",
@@ -241,7 +250,8 @@ def put_in_page(part, text):
 
 
 def show(part, about, results, folder, is_quick):
-    tables = {"new": new, "duplicates": duplicates, "ledger": ledger, "replicas": replicas, "growth": growth, "size": size}
+    tables = {"new": new, "duplicates": duplicates, "ledger": ledger, "replicas": replicas, "growth": growth,
+              "removal": removal, "size": size}
     text = header(about) + "\n" + tables[part](by_case(results))
     print(text)
     if part == "new":

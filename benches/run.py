@@ -23,6 +23,8 @@ SECONDS = int(os.environ.get("BENCH_SECONDS", 1 if QUICK else 5))
 ROUNDS = int(os.environ.get("BENCH_ROUNDS", 1 if QUICK else 5))
 KEYS = [int(keys) for keys in os.environ.get("BENCH_KEYS", "0,100000" if QUICK else "0,1000000,10000000").split(",")]
 WARM_UP = 0.5
+# In each round; a million in all.
+OLD_KEYS = 20_000 if QUICK else 200_000
 
 IDLE = 10_000
 STARTS = 21
@@ -190,6 +192,63 @@ def growth(stage):
     return in_turns(cases)
 
 
+TIME = {report.ON_POSTGRES: "TIMESTAMPTZ '2026-01-01'", report.ON_SQLITE: "'2026-01-01T00:00:00.000Z'"}
+
+
+def put_old_keys(system, name):
+    """Keys that have been over for long: half of them at the gate alone, half done, with a history."""
+    numbers = f"WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n WHERE i < {OLD_KEYS})"
+    time = TIME[name]
+    system.sql(
+        f"""{numbers} INSERT INTO processed_orders (idempotency_key, order_id, processed_at, claimant, in_ledger)
+            SELECT 'old ' || i, 'ORD-' || i, {time}, 'a', i % 2 = 0 FROM n""",
+        f"""{numbers} INSERT INTO run_ledger (idempotency_key, order_id, status, attempt, claimant, processed_at,
+                recognised_from, external_id, updated_at)
+            SELECT 'old ' || i, 'ORD-' || i, 'done', 1, 'a', {time}, {time}, 'ch', {time} FROM n WHERE i % 2 = 0""",
+        *(f"""{numbers} INSERT INTO run_history (idempotency_key, seq, at, event, attempt, claimant)
+              SELECT 'old ' || i, {seq}, {time}, '{event}', 1, 'a' FROM n WHERE i % 2 = 0"""
+          for seq, event in ((1, "pending"), (2, "done"))),
+    )
+
+
+def removal(stage):
+    """Claims while keys that are over are removed, and while there are as many that stay."""
+    postgres = Postgres(stage)
+    cases = []
+    for is_removed in (False, True):
+        settings = {"RETENTION": "86400"} if is_removed else {}
+        case = "removed" if is_removed else "kept"
+        postgres.create(case)
+        systems = {
+            report.ON_POSTGRES: GateOnPostgres(stage, postgres, case, settings=settings),
+            report.ON_SQLITE: GateOnSqlite(stage, case, settings=settings),
+        }
+        for name, system in systems.items():
+            count = "SELECT count(*) FROM processed_orders WHERE idempotency_key {} 'old %'"
+            left = lambda system=system: int(system.sql(count.format("LIKE")))
+            system.keys = lambda system=system: int(system.sql(count.format("NOT LIKE")))
+
+            def once(system=system, name=name, left=left, is_removed=is_removed):
+                system.reset()
+                system.end()
+                put_old_keys(system, name)
+                postgres.sql("postgres", "CHECKPOINT")
+                # The removal begins at the start, and must be under way until the end.
+                system.start()
+                result = measure(system, reset=False)
+                if (left() in (0, OLD_KEYS)) == is_removed:
+                    raise RuntimeError(f"{left()} of {OLD_KEYS} old keys are left")
+                began = time.monotonic()
+                while is_removed and left():
+                    if time.monotonic() - began > 600:
+                        raise RuntimeError("the old keys are not removed")
+                    time.sleep(0.2)
+                return result
+
+            cases.append((name, case, once))
+    return in_turns(cases)
+
+
 def ready_after(file):
     """How long a start takes, in ms, until /health/ready says so."""
     with socket.socket() as listener:
@@ -268,7 +327,8 @@ def size(stage):
     return results
 
 
-PARTS = {"new": new, "duplicates": duplicates, "ledger": ledger, "replicas": replicas, "growth": growth, "size": size}
+PARTS = {"new": new, "duplicates": duplicates, "ledger": ledger, "replicas": replicas, "growth": growth,
+         "removal": removal, "size": size}
 
 
 def main():

@@ -207,10 +207,11 @@ class Gate:
 
     protocol = "claim"
 
-    def __init__(self, stage, database_url, replicas=1):
+    def __init__(self, stage, database_url, replicas=1, settings=None):
         self.stage = stage
         self.url = database_url
         self.replicas = replicas
+        self.settings = settings or {}
         self.start()
 
     def start(self):
@@ -218,7 +219,8 @@ class Gate:
         for _ in range(self.replicas):
             port = free_port()
             # Nothing else is inherited, so that it runs with its defaults.
-            environment = {"PATH": os.environ["PATH"], "DATABASE_URL": self.url, "LISTEN": f"127.0.0.1:{port}"}
+            environment = {"PATH": os.environ["PATH"], "DATABASE_URL": self.url, "LISTEN": f"127.0.0.1:{port}",
+                           **self.settings}
             process = self.stage.start("dedup-gate", ends_with_us([SERVICE]), env=environment)
             eventually("dedup-gate", lambda: answers(port), process)
             self.service.append(process)
@@ -230,12 +232,15 @@ class Gate:
 
 
 class GateOnPostgres(Gate):
-    def __init__(self, stage, postgres, database, replicas=1):
+    def __init__(self, stage, postgres, database, replicas=1, settings=None):
         self.postgres, self.database, self.store = postgres, database, [postgres.process]
-        super().__init__(stage, postgres.url(database), replicas)
+        super().__init__(stage, postgres.url(database), replicas, settings)
+
+    def sql(self, *statements):
+        return self.postgres.sql(self.database, *statements)
 
     def reset(self):
-        self.postgres.sql(self.database, f"TRUNCATE {GATE_TABLES}", "CHECKPOINT")
+        self.sql(f"TRUNCATE {GATE_TABLES}", "CHECKPOINT")
 
     def keys(self):
         return int(self.postgres.sql(self.database, "SELECT count(*) FROM processed_orders"))
@@ -244,9 +249,16 @@ class GateOnPostgres(Gate):
 class GateOnSqlite(Gate):
     store = ()
 
-    def __init__(self, stage):
-        self.file = stage.path("gate.db")
-        super().__init__(stage, f"sqlite:{self.file}")
+    def __init__(self, stage, name="gate", settings=None):
+        self.file = stage.path(f"{name}.db")
+        super().__init__(stage, f"sqlite:{self.file}", settings=settings)
+
+    def sql(self, *statements):
+        with sqlite3.connect(self.file, timeout=30) as connection:
+            for statement in statements:
+                row = connection.execute(statement).fetchone()
+        connection.close()
+        return row[0] if row else None
 
     def reset(self):
         self.end()

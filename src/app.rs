@@ -12,6 +12,7 @@ use tokio::signal::unix::{SignalKind, signal};
 use crate::api::{self, auth::ApiKeys};
 use crate::config::{Command, Database, Settings};
 use crate::gate::{Gate, LaneLimits};
+use crate::retention::{self, Others};
 use crate::store::postgres::PostgresStore;
 use crate::store::sqlite::SqliteStore;
 use crate::store::{StartError, Store};
@@ -31,6 +32,7 @@ pub async fn run(command: Command, settings: &Settings) -> Result<(), String> {
     match command {
         Command::Serve => serve(settings).await,
         Command::Migrate => open_store(settings).await.map(drop),
+        Command::Purge => purge(settings).await,
         Command::Healthcheck => healthcheck(settings),
         Command::Openapi => {
             print!("{}", api::openapi::text());
@@ -47,12 +49,12 @@ async fn serve(settings: &Settings) -> Result<(), String> {
             "LISTEN is beyond loopback and API_KEYS is not set: anybody who reaches it could claim and report; set API_KEYS=n8n:SECRET (for SECRET, openssl rand -hex 32), or LISTEN=127.0.0.1:8080".into(),
         );
     }
-    let (store, connections) = open_store(settings).await?;
-    let limits = LaneLimits {
-        queue: settings.claim_queue as usize,
-        batch: settings.claim_batch as usize,
-    };
-    let gate = web::Data::new(Gate::new(store, connections, limits));
+    let retention = settings.retention()?;
+    let gate = web::Data::new(open_gate(settings).await?);
+    if let Some(kept) = retention {
+        let gate = gate.clone();
+        actix_web::rt::spawn(async move { retention::run(&gate, kept).await });
+    }
     let api_keys = web::Data::new(ApiKeys::new(
         keys.iter()
             .map(|key| (key.name.as_str(), key.secret.expose_secret())),
@@ -96,6 +98,28 @@ fn bind(addresses: &[SocketAddr]) -> Result<TcpListener, String> {
         .set_nonblocking(true)
         .map_err(|error| error.to_string())?;
     Ok(listener)
+}
+
+/// Removes what is over, and says how much that was.
+async fn purge(settings: &Settings) -> Result<(), String> {
+    let kept = settings
+        .retention()?
+        .ok_or("RETENTION is not set: everything is kept for ever")?;
+    let gate = open_gate(settings).await?;
+    let count = retention::purge(&gate, kept, Others::Wait)
+        .await
+        .map_err(|error| error.to_string())?;
+    println!("removed {count} keys");
+    Ok(())
+}
+
+async fn open_gate(settings: &Settings) -> Result<Gate, String> {
+    let (store, connections) = open_store(settings).await?;
+    let limits = LaneLimits {
+        queue: settings.claim_queue as usize,
+        batch: settings.claim_batch as usize,
+    };
+    Ok(Gate::new(store, connections, limits))
 }
 
 /// Opens and migrates the store. One that is out of reach is waited for.

@@ -3,6 +3,7 @@
 use std::net::{SocketAddr, ToSocketAddrs};
 use std::time::Duration;
 
+use chrono::TimeDelta;
 use clap::{Args, Parser, Subcommand};
 use secrecy::{ExposeSecret, SecretString};
 
@@ -25,6 +26,8 @@ pub enum Command {
     Serve,
     /// Migrate the database and exit
     Migrate,
+    /// Remove what has been over for longer than RETENTION, say how much that was, and exit
+    Purge,
     /// Ask the service on this machine whether it is ready; exit 0 if it is
     Healthcheck,
     /// Print the OpenAPI description
@@ -90,6 +93,12 @@ pub struct Settings {
     #[arg(long, env, global = true, value_name = "SECONDS", default_value_t = 1800,
           value_parser = clap::value_parser!(u32).range(1..=31_536_000))]
     pub replay_window: u32,
+
+    /// How long settled entries, and keys claimed at the gate alone, are kept after their last change
+    /// and their dedupe window, in seconds; a day at least [default: for ever]
+    #[arg(long, env, global = true, value_name = "SECONDS",
+          value_parser = clap::value_parser!(u32).range(86_400..=3_153_600_000))]
+    retention: Option<u32>,
 }
 
 /// Where keys are kept.
@@ -150,6 +159,21 @@ impl Settings {
     /// How long to wait for the database at start.
     pub fn database_wait(&self) -> Duration {
         Duration::from_secs(self.database_wait.into())
+    }
+
+    /// How long what is over is kept; none: for ever.
+    ///
+    /// # Errors
+    ///
+    /// It is forgotten while its claimant is recognised: who asks again would do it again.
+    pub fn retention(&self) -> Result<Option<TimeDelta>, String> {
+        match self.retention {
+            Some(kept) if kept < self.replay_window => Err(format!(
+                "RETENTION is shorter than REPLAY_WINDOW ({} s): a claimant that asks again would be told to do the work again",
+                self.replay_window
+            )),
+            kept => Ok(kept.map(|seconds| TimeDelta::seconds(seconds.into()))),
+        }
     }
 
     /// Where to listen.

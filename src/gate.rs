@@ -19,7 +19,7 @@ use tokio::time::timeout_at;
 use crate::domain::act::Act;
 use crate::domain::claim::{Claim, Decided};
 use crate::domain::text::IdempotencyKey;
-use crate::store::{Acted, Entry, Filter, Page, Store, StoreError};
+use crate::store::{Acted, Entry, Filter, Page, Removed, Store, StoreError, Sweep};
 
 /// Within this time every caller has an answer, be it that there is none: the contract promises
 /// three seconds.
@@ -158,6 +158,15 @@ impl Gate {
     /// There is no answer.
     pub async fn list(&self, filter: Filter) -> Result<Page, GateError> {
         self.ask(move |store| store.list(&filter)).await
+    }
+
+    /// Removes what is over, a batch of it; none where another replica is at it.
+    ///
+    /// # Errors
+    ///
+    /// There is no answer.
+    pub async fn remove(&self, sweep: Sweep) -> Result<Option<Removed>, GateError> {
+        self.ask(move |store| store.remove(&sweep)).await
     }
 
     /// Whether the store can be reached.

@@ -2,7 +2,7 @@
 //! first time, and a ledger of what became of the work.
 //!
 //! Imports run downward only: [`app`] puts the parts together; [`api`] speaks HTTP and nothing
-//! else; [`gate`] holds the use cases; [`store`] holds the SQL; [`domain`] holds the rules and
+//! else; [`retention`] removes what is over; [`gate`] holds the use cases; [`store`] holds the SQL; [`domain`] holds the rules and
 //! knows none of the others. Only `main` and [`app`] see [`config`].
 
 pub mod api;
@@ -10,4 +10,5 @@ pub mod app;
 pub mod config;
 pub mod domain;
 pub mod gate;
+pub mod retention;
 pub mod store;

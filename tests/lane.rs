@@ -1,7 +1,5 @@
 //! Claims, and reports, that are decided together know nothing of each other.
 
-use std::io::{BufRead, BufReader, Write};
-use std::process::{Child, Command, Stdio};
 use std::sync::{Arc, Barrier};
 
 use chrono::TimeDelta;
@@ -18,6 +16,7 @@ use super::helpers::lossy::Lossy;
 use super::helpers::postgres::{Postgres, SHARED};
 use super::helpers::raw::Connection;
 use super::helpers::service::Client;
+use super::helpers::transaction::OpenTransaction;
 use super::helpers::{Backend, Database, Reply, Service, on_both, wait_until};
 
 fn claim_at_once(service: &Client, claims: &[Value]) -> Vec<Reply> {
@@ -94,54 +93,6 @@ fn a_claimant_that_repeats_itself_at_once_hears_the_same() {
             assert_eq!(entry["claimant"], if claimed[0] { "a" } else { "b" });
         }
     });
-}
-
-/// A transaction of raw SQL's that has written the row of a key, and is not over.
-struct OpenTransaction(Child);
-
-impl OpenTransaction {
-    /// Holds a key that is new.
-    fn hold(service: &Service, key: &str) -> Self {
-        let insert = format!(
-            "INSERT INTO processed_orders (idempotency_key, order_id) VALUES ('{key}', 'x') \
-             RETURNING idempotency_key"
-        );
-        Self::begin(service, &insert, key)
-    }
-
-    /// Holds a key that is known.
-    fn lock(service: &Service, key: &str) -> Self {
-        let lock = format!(
-            "SELECT idempotency_key FROM processed_orders WHERE idempotency_key = '{key}' FOR UPDATE"
-        );
-        Self::begin(service, &lock, key)
-    }
-
-    fn begin(service: &Service, statement: &str, answer: &str) -> Self {
-        let mut process = Command::new("psql")
-            .args(["-XqAt", &service.database.url])
-            .stdin(Stdio::piped())
-            .stdout(Stdio::piped())
-            .spawn()
-            .unwrap();
-        process
-            .stdin
-            .as_mut()
-            .unwrap()
-            .write_all(format!("BEGIN; {statement};\n").as_bytes())
-            .unwrap();
-        let mut line = String::new();
-        let mut output = BufReader::new(process.stdout.take().unwrap());
-        output.read_line(&mut line).unwrap();
-        assert_eq!(line.trim(), answer);
-        Self(process)
-    }
-
-    /// Rolls it back.
-    fn release(mut self) {
-        drop(self.0.stdin.take());
-        self.0.wait().unwrap();
-    }
 }
 
 /// Somebody holds one key locked: the claims that happen to be decided with it are not held up.

@@ -17,5 +17,6 @@ mod openapi;
 mod pooler;
 mod races;
 mod readme;
+mod retention;
 mod review;
 mod start;

@@ -144,6 +144,15 @@ impl KeyState {
             && self.expires_at.is_some_and(|end| end <= now)
     }
 
+    /// Whether nothing can be wanted of the key any more that has not changed for so long: it is settled,
+    /// or claimed at the gate alone, holds no conflict, and its window has passed, where it has one.
+    pub fn is_over(&self, now: Time, kept: TimeDelta) -> bool {
+        !matches!(self.phase, Phase::Pending { .. })
+            && !self.conflict
+            && self.updated_at <= now - kept
+            && self.expires_at.is_none_or(|end| end <= now)
+    }
+
     /// Starts the dedupe window at `now`.
     pub fn start_window(&mut self, now: Time) {
         self.expires_at = self.ttl_seconds.map(|ttl| now + seconds(ttl));

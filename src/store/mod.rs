@@ -12,6 +12,7 @@ pub mod sqlite;
 use std::borrow::Borrow;
 use std::collections::BTreeMap;
 
+use chrono::TimeDelta;
 use diesel::r2d2::PoolError;
 use diesel::result::{DatabaseErrorKind, Error as DieselError};
 
@@ -67,6 +68,13 @@ pub trait Store: Send + Sync {
     ///
     /// The database could not do it.
     fn list(&self, filter: &Filter) -> Result<Page, StoreError>;
+
+    /// Removes what is over, a batch of it; none where another replica is at it.
+    ///
+    /// # Errors
+    ///
+    /// The database could not do it.
+    fn remove(&self, sweep: &Sweep) -> Result<Option<Removed>, StoreError>;
 
     /// Whether the database can be reached and written to.
     ///
@@ -184,6 +192,74 @@ impl Known {
             },
             answer: settlement.answer,
         }
+    }
+}
+
+/// Which batch of what is over is to be removed.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Sweep {
+    /// Where to look.
+    pub table: Table,
+    /// From which change on; none: from the first.
+    pub from: Option<Time>,
+    /// How long it must have been unchanged.
+    pub kept: TimeDelta,
+    /// How many keys at most.
+    pub limit: u32,
+}
+
+/// Where to look for what is over.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Table {
+    /// Entries of the ledger.
+    Ledger,
+    /// Keys claimed at the gate alone.
+    Gate,
+}
+
+/// What was removed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Removed {
+    /// How many keys, with all that was known of them.
+    pub count: u64,
+    /// From which change on there may be more; none: there is nothing more.
+    pub next: Option<Time>,
+}
+
+impl Sweep {
+    /// How many rows are looked at for one batch: what must stay lies between what may go.
+    const SCANNED_FOR_EACH: u32 = 10;
+
+    /// The shortest time that both databases tell apart.
+    const TICK: TimeDelta = TimeDelta::milliseconds(1);
+
+    fn scan(&self) -> i64 {
+        i64::from(self.limit * Self::SCANNED_FOR_EACH)
+    }
+
+    /// Of the rows that were looked at, with the times of their changes and whether they are over, the keys
+    /// for this batch, and where the next one begins.
+    fn choose(&self, found: Vec<(String, Time, bool)>) -> (Vec<String>, Option<Time>) {
+        let is_whole = (found.len() as i64) < self.scan();
+        let first = found.first().map(|(_, at, _)| *at);
+        let last = found.last().map(|(_, at, _)| *at);
+        let limit = self.limit as usize;
+        let mut over = found.into_iter().filter(|(_, _, is_over)| *is_over);
+        let keys: Vec<(String, Time)> = over
+            .by_ref()
+            .take(limit)
+            .map(|(key, at, _)| (key, at))
+            .collect();
+        let next = match (over.next(), last) {
+            (Some((_, at, _)), _) => Some(at),
+            (None, Some(last)) if !is_whole => {
+                // More of one time than are looked at, and none of them over: they would be found again.
+                let is_stuck = keys.is_empty() && first == Some(last);
+                Some(if is_stuck { last + Self::TICK } else { last })
+            }
+            _ => None,
+        };
+        (keys.into_iter().map(|(key, _)| key).collect(), next)
     }
 }
 

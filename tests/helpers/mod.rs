@@ -9,6 +9,7 @@ pub(crate) mod postgres;
 pub(crate) mod random;
 pub(crate) mod raw;
 pub(crate) mod service;
+pub(crate) mod transaction;
 
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::time::{Duration, Instant};

@@ -7,6 +7,7 @@ mod connect;
 mod insert;
 mod lane;
 mod list;
+mod retention;
 
 use std::collections::{BTreeMap, HashSet};
 use std::sync::Mutex;
@@ -33,7 +34,7 @@ use super::rows::{self, At, GateRow, HistoryRow, LedgerRow};
 use super::schema::{
     Instant, processed_orders as gate, run_history as history, run_ledger as ledger,
 };
-use super::{Acted, Entry, Filter, Page, StartError, Store, StoreError};
+use super::{Acted, Entry, Filter, Page, Removed, StartError, Store, StoreError, Sweep};
 use crate::domain::Time;
 use crate::domain::act::Act;
 use crate::domain::claim::{Batch, Claim, Decided};
@@ -568,6 +569,10 @@ impl Store for PostgresStore {
             };
             Ok(Page::merge(entries, gate, filter.limit))
         })
+    }
+
+    fn remove(&self, sweep: &Sweep) -> Result<Option<Removed>, StoreError> {
+        self.transact(|connection| Ok(retention::remove(connection, sweep)?))
     }
 
     fn ready(&self) -> Result<(), StoreError> {

@@ -3,6 +3,7 @@
 mod adopt;
 mod insert;
 mod list;
+mod retention;
 
 use std::collections::BTreeMap;
 use std::os::unix::fs::MetadataExt;
@@ -22,7 +23,7 @@ use diesel_migrations::{EmbeddedMigrations, MigrationHarness, embed_migrations};
 use self::insert::insert;
 use super::rows::{self, At, GateRow, HistoryRow, LedgerRow};
 use super::schema::{processed_orders as gate, run_history as history, run_ledger as ledger};
-use super::{Acted, Entry, Filter, Known, Page, StartError, Store, StoreError};
+use super::{Acted, Entry, Filter, Known, Page, Removed, StartError, Store, StoreError, Sweep};
 use crate::domain::Time;
 use crate::domain::act::Act;
 use crate::domain::claim::{Batch, Claim, Decided, Found, Write, decide_all};
@@ -499,6 +500,10 @@ impl Store for SqliteStore {
             };
             Ok(Page::merge(entries, gate, filter.limit))
         })
+    }
+
+    fn remove(&self, sweep: &Sweep) -> Result<Option<Removed>, StoreError> {
+        self.transact(|connection| Ok(Some(retention::remove(connection, sweep)?)))
     }
 
     /// Takes the lock that a write takes, and writes nothing.

@@ -1,0 +1,159 @@
+//! How what is over is removed.
+
+use std::collections::{BTreeMap, HashSet};
+
+use diesel::dsl::sql;
+use diesel::pg::PgConnection;
+use diesel::prelude::*;
+use diesel::sql_types::{BigInt, Bool};
+
+use super::{ByKey, clock};
+use crate::domain::Time;
+use crate::store::rows::{self, At, GateRow, LedgerRow};
+use crate::store::schema::{
+    processed_orders as gate, run_history as history, run_ledger as ledger,
+};
+use crate::store::{Removed, StoreError, Sweep, Table};
+
+/// Only one replica at a time removes. Any number will do that nobody else takes; this one spells
+/// "purge".
+const LOCK: i64 = 0x70_75_72_67_65;
+
+pub(super) fn remove(
+    connection: &mut PgConnection,
+    sweep: &Sweep,
+) -> Result<Option<Removed>, StoreError> {
+    let is_alone: bool = diesel::select(
+        sql::<Bool>("pg_try_advisory_xact_lock(")
+            .bind::<BigInt, _>(LOCK)
+            .sql(")"),
+    )
+    .get_result(connection)?;
+    if !is_alone {
+        return Ok(None);
+    }
+    let now = clock(connection)?;
+    let found = candidates(connection, sweep, now)?;
+    let (keys, next) = sweep.choose(found);
+    Ok(Some(Removed {
+        count: forget(connection, &keys, sweep, now)?,
+        next,
+    }))
+}
+
+/// What has not changed for so long, in the order of its changes, and whether it looks as if it were
+/// over.
+fn candidates(
+    connection: &mut PgConnection,
+    sweep: &Sweep,
+    now: Time,
+) -> QueryResult<Vec<(String, Time, bool)>> {
+    let until = At(now - sweep.kept);
+    let from = sweep.from.map(At);
+    let has_passed = "(expires_at IS NULL OR expires_at <= statement_timestamp())";
+    let found: Vec<(String, At, bool)> = match sweep.table {
+        Table::Ledger => {
+            let mut query = ledger::table
+                .filter(ledger::updated_at.le(until))
+                .into_boxed();
+            if let Some(from) = from {
+                query = query.filter(ledger::updated_at.ge(from));
+            }
+            let is_over = format!("status <> 'pending' AND NOT conflict AND {has_passed}");
+            query
+                .order(ledger::updated_at)
+                .limit(sweep.scan())
+                .select((
+                    ledger::idempotency_key,
+                    ledger::updated_at,
+                    sql::<Bool>(&is_over),
+                ))
+                .load(connection)?
+        }
+        Table::Gate => {
+            let mut query = gate::table
+                .filter(sql::<Bool>("NOT in_ledger"))
+                .filter(gate::processed_at.le(until))
+                .into_boxed();
+            if let Some(from) = from {
+                query = query.filter(gate::processed_at.ge(from));
+            }
+            query
+                .order(gate::processed_at)
+                .limit(sweep.scan())
+                .select((
+                    gate::idempotency_key,
+                    gate::processed_at,
+                    sql::<Bool>(has_passed),
+                ))
+                .load(connection)?
+        }
+    };
+    let found = found.into_iter();
+    Ok(found
+        .map(|(key, at, is_over)| (key, at.0, is_over))
+        .collect())
+}
+
+/// Removes those of these keys that are over, judged with their rows locked. Nobody is waited for: a key
+/// of which somebody else has locked a row is in use, and is left.
+fn forget(
+    connection: &mut PgConnection,
+    keys: &[String],
+    sweep: &Sweep,
+    now: Time,
+) -> Result<u64, StoreError> {
+    let gate_rows: BTreeMap<String, GateRow> = gate::table
+        .filter(gate::idempotency_key.eq_any(keys))
+        .order(ByKey)
+        .for_update()
+        .skip_locked()
+        .select(GateRow::as_select())
+        .load(connection)?
+        .into_iter()
+        .map(|row: GateRow| (row.idempotency_key.clone(), row))
+        .collect();
+    let entries: BTreeMap<String, LedgerRow> = ledger::table
+        .filter(ledger::idempotency_key.eq_any(keys))
+        .order(ByKey)
+        .for_update()
+        .skip_locked()
+        .select(LedgerRow::as_select())
+        .load(connection)?
+        .into_iter()
+        .map(|row: LedgerRow| (row.idempotency_key.clone(), row))
+        .collect();
+    let in_gate: Vec<String> = gate::table
+        .filter(gate::idempotency_key.eq_any(keys))
+        .select(gate::idempotency_key)
+        .load(connection)?;
+    let in_ledger: Vec<String> = ledger::table
+        .filter(ledger::idempotency_key.eq_any(keys))
+        .select(ledger::idempotency_key)
+        .load(connection)?;
+    let in_use: HashSet<String> = in_gate
+        .into_iter()
+        .filter(|key| !gate_rows.contains_key(key))
+        .chain(
+            in_ledger
+                .into_iter()
+                .filter(|key| !entries.contains_key(key)),
+        )
+        .collect();
+    let mut over = Vec::new();
+    for key in keys.iter().filter(|key| !in_use.contains(*key)) {
+        let state = rows::state(gate_rows.get(key), entries.get(key))?;
+        if state.is_some_and(|state| state.is_over(now, sweep.kept)) {
+            over.push(key.as_str());
+        }
+    }
+    // A row of the gate that was made meanwhile is a claim's, and none of these.
+    let gone = over.iter().filter(|key| gate_rows.contains_key(**key));
+    let gone: Vec<&str> = gone.copied().collect();
+    diesel::delete(history::table.filter(history::idempotency_key.eq_any(&over)))
+        .execute(connection)?;
+    diesel::delete(ledger::table.filter(ledger::idempotency_key.eq_any(&over)))
+        .execute(connection)?;
+    diesel::delete(gate::table.filter(gate::idempotency_key.eq_any(&gone))).execute(connection)?;
+    Ok(over.len() as u64)
+}
