@@ -47,6 +47,7 @@ async fn serve(settings: &Settings) -> Result<(), String> {
             "LISTEN is beyond loopback and API_KEYS is not set: anybody who reaches it could claim and report; set API_KEYS=n8n:SECRET (for SECRET, openssl rand -hex 32), or LISTEN=127.0.0.1:8080".into(),
         );
     }
+    let retry_policy = web::Data::new(settings.retry_policy()?);
     let (store, connections) = open_store(settings).await?;
     let limits = LaneLimits {
         queue: settings.claim_queue as usize,
@@ -64,6 +65,7 @@ async fn serve(settings: &Settings) -> Result<(), String> {
         App::new()
             .app_data(gate.clone())
             .app_data(api_keys.clone())
+            .app_data(retry_policy.clone())
             .configure(|routes| api::configure(routes, body_limit))
     })
     .disable_signals()

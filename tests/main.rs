@@ -16,4 +16,5 @@ mod listing;
 mod openapi;
 mod races;
 mod readme;
+mod retry;
 mod start;
