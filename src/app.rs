@@ -49,6 +49,7 @@ async fn serve(settings: &Settings) -> Result<(), String> {
             "LISTEN is beyond loopback and API_KEYS is not set: anybody who reaches it could claim and report; set API_KEYS=n8n:SECRET (for SECRET, openssl rand -hex 32), or LISTEN=127.0.0.1:8080".into(),
         );
     }
+    let retry_policy = web::Data::new(settings.retry_policy()?);
     let retention = settings.retention()?;
     let gate = web::Data::new(open_gate(settings).await?);
     if let Some(kept) = retention {
@@ -66,6 +67,7 @@ async fn serve(settings: &Settings) -> Result<(), String> {
         App::new()
             .app_data(gate.clone())
             .app_data(api_keys.clone())
+            .app_data(retry_policy.clone())
             .configure(|routes| api::configure(routes, body_limit))
     })
     .disable_signals()

@@ -7,6 +7,8 @@ use chrono::TimeDelta;
 use clap::{Args, Parser, Subcommand};
 use secrecy::{ExposeSecret, SecretString};
 
+use crate::domain::retry::Policy;
+
 /// Makes n8n workflows safe to run twice.
 #[derive(Debug, Parser)]
 #[command(version, about)]
@@ -99,7 +101,20 @@ pub struct Settings {
     #[arg(long, env, global = true, value_name = "SECONDS",
           value_parser = clap::value_parser!(u32).range(86_400..=3_153_600_000))]
     retention: Option<u32>,
+
+    /// How long to wait after each failed call, in seconds; as many tries as waits, at most 10
+    #[arg(long, env, global = true, value_name = "SECONDS,…", value_delimiter = ',',
+          default_value = "1,2,5", value_parser = clap::value_parser!(u32).range(0..=86_400))]
+    retry_waits: Vec<u32>,
+
+    /// How long a provider may ask to be left alone before it is given up, in seconds
+    #[arg(long, env, global = true, value_name = "SECONDS", default_value_t = 300,
+          value_parser = clap::value_parser!(u32).range(0..=31_536_000))]
+    retry_after_limit: u32,
 }
+
+/// How many tries there may be.
+const MAX_TRIES: usize = 10;
 
 /// Where keys are kept.
 #[derive(Debug)]
@@ -186,6 +201,24 @@ impl Settings {
             .to_socket_addrs()
             .map(Iterator::collect)
             .map_err(|error| format!("LISTEN: {:?} is not ADDRESS:PORT ({error})", self.listen))
+    }
+
+    /// How failed calls are repeated.
+    ///
+    /// # Errors
+    ///
+    /// `RETRY_WAITS` has too many of them.
+    pub fn retry_policy(&self) -> Result<Policy, String> {
+        if self.retry_waits.len() > MAX_TRIES {
+            return Err(format!(
+                "RETRY_WAITS: {} waits are more than {MAX_TRIES}",
+                self.retry_waits.len()
+            ));
+        }
+        Ok(Policy {
+            waits: self.retry_waits.clone(),
+            retry_after_limit: self.retry_after_limit,
+        })
     }
 
     /// Who may call; nobody has to say where the list is empty.
@@ -306,6 +339,21 @@ mod tests {
         assert!(!format!("{all:?}").contains("hunter2"));
         assert!(!format!("{:?}", all.api_keys().unwrap()).contains("hunter2"));
         assert!(!format!("{:?}", all.database().unwrap()).contains("hunter2"));
+    }
+
+    #[test]
+    fn there_are_as_many_tries_as_waits() {
+        let policy = |arguments: &[&str]| settings(arguments).retry_policy();
+        assert_eq!(policy(&[]).unwrap().waits, [1, 2, 5]);
+        assert_eq!(policy(&["--retry-waits", "0"]).unwrap().waits, [0]);
+        let ten = "1,1,1,1,1,1,1,1,1,60";
+        assert_eq!(policy(&["--retry-waits", ten]).unwrap().waits.len(), 10);
+        let refused = policy(&["--retry-waits", &format!("{ten},60")]).unwrap_err();
+        assert!(refused.starts_with("RETRY_WAITS: "), "{refused}");
+        for bad in ["", "1,", "-1", "1.5", "soon", "1;2", "86401"] {
+            let arguments = ["dedup-gate", &format!("--retry-waits={bad}")];
+            assert!(Cli::try_parse_from(arguments).is_err(), "{bad}");
+        }
     }
 
     #[test]

@@ -65,6 +65,7 @@ fn without_a_key_nobody_is_let_in() {
     let claim = json!({"idempotency_key": "key"});
     for path in [
         "/key",
+        "/retry",
         "/claim",
         "/ledger/pending",
         "/ledger/done",

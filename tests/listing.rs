@@ -496,7 +496,7 @@ fn a_key_that_was_never_claimed_is_unknown() {
 #[test]
 fn a_path_that_is_only_posted_to_is_not_read() {
     on_both(|service| {
-        for path in ["/claim", "/key"] {
+        for path in ["/claim", "/key", "/retry"] {
             let reply = service.get(path);
             assert_eq!(reply.problem(405), "method_not_allowed");
             assert_eq!(reply.headers["allow"], "POST");

@@ -18,5 +18,6 @@ mod pooler;
 mod races;
 mod readme;
 mod retention;
+mod retry;
 mod review;
 mod start;

@@ -94,6 +94,8 @@ fn help_names_each_setting_with_its_flag_and_repeats_no_secret() {
             "api-keys",
             "body-limit",
             "replay-window",
+            "retry-waits",
+            "retry-after-limit",
         ] {
             assert!(help.contains(&format!("--{flag}")), "{help}");
             let variable = flag.to_uppercase().replace('-', "_");
@@ -620,6 +622,8 @@ fn a_setting_that_is_out_of_bounds_is_refused_by_name() {
         ("BODY_LIMIT", "1"),
         ("DATABASE_WAIT", "soon"),
         ("DATABASE_CONNECTIONS", "0"),
+        ("RETRY_WAITS", "1,,5"),
+        ("RETRY_AFTER_LIMIT", "-1"),
     ] {
         let database = Database::new(Backend::Sqlite);
         let output = finish(&mut command(&database, &[], &[(name, value)]));

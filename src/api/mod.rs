@@ -9,6 +9,7 @@ pub mod ledger;
 pub mod openapi;
 pub mod problem;
 pub mod request;
+pub mod retry;
 pub mod review;
 
 use actix_web::guard;
@@ -30,6 +31,7 @@ pub fn configure(app: &mut web::ServiceConfig, body_limit: usize) {
                 .wrap(from_fn(auth::authenticate))
                 .service(resource("/key", "POST").route(web::post().to(key::derive)))
                 .service(resource("/claim", "POST").route(web::post().to(claim::claim)))
+                .service(resource("/retry", "POST").route(web::post().to(retry::advise)))
                 .service(resource("/ledger", "GET, HEAD").route(get().to(ledger::list)))
                 // A key may be named like a report: then GET reads it.
                 .service(

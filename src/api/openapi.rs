@@ -10,7 +10,8 @@ use utoipa::OpenApi;
 
 use super::problem::Code;
 use super::request::NoQuery;
-use super::{auth, claim, health, key, ledger, problem, review};
+use super::{auth, claim, health, key, ledger, problem, retry, review};
+use crate::domain::retry::MAX_RETRY_AFTER;
 
 /// Control characters, as a part of a class of a regular expression.
 const CONTROL: &str = r"\u0000-\u001f\u007f-\u009f";
@@ -30,6 +31,7 @@ const PROBLEMS: &str = "x-problems";
         (name = "key", description = "Keys made of the values that identify the work"),
         (name = "claim", description = "Is this the first time?"),
         (name = "ledger", description = "What became of the work"),
+        (name = "retry", description = "What a failed call means"),
         (name = "health", description = "How the service is")
     ),
     paths(
@@ -43,6 +45,7 @@ const PROBLEMS: &str = "x-problems";
         review::reset,
         ledger::list,
         ledger::entry,
+        retry::advise,
         health::alive,
         health::ready
     ),
@@ -104,9 +107,14 @@ fn complete(document: &mut Value) {
 
 fn complete_schemas(schemas: &mut Value) {
     let recipes = [("parts", "array"), ("fields", "object")];
-    require_one_key(&mut schemas["KeyRequest"], &recipes);
+    require_one(&mut schemas["KeyRequest"], &recipes);
     let keys = [&[("idempotency_key", "string")], &recipes[..]].concat();
-    require_one_key(&mut schemas["ClaimRequest"], &keys);
+    require_one(&mut schemas["ClaimRequest"], &keys);
+    let causes = [("status_code", "integer"), ("failure", "string")];
+    require_one(&mut schemas["RetryRequest"], &causes);
+    schemas["RetryRequest"]["properties"]["retry_after"]["oneOf"] = json!([
+        {"type": "integer", "minimum": 0, "maximum": MAX_RETRY_AFTER}, {"type": "string"}, {"type": "null"}
+    ]);
     for schema in ["KeyRequest", "ClaimRequest"] {
         let properties = &mut schemas[schema]["properties"];
         properties["parts"]["items"] = json!({"type": ["string", "number", "boolean", "null"],
@@ -228,7 +236,7 @@ fn complete_operation(path: &str, method: &str, operation: &mut Value) {
     if !is_open {
         codes.push(Code::Unauthorized);
     }
-    if !matches!(path, "/health" | "/openapi.json" | "/key") {
+    if !matches!(path, "/health" | "/openapi.json" | "/key" | "/retry") {
         codes.extend([Code::Internal, Code::StoreUnavailable, Code::Overloaded]);
     }
     if method == "post" {
@@ -292,7 +300,7 @@ fn problem_response(status: u16, codes: &[Code]) -> Value {
 }
 
 /// Exactly one of these members, of these types, is given; null counts as absent.
-fn require_one_key(schema: &mut Value, members: &[(&str, &str)]) {
+fn require_one(schema: &mut Value, members: &[(&str, &str)]) {
     let choices: Vec<Value> = members
         .iter()
         .map(|(given, given_type)| {

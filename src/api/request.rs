@@ -266,7 +266,7 @@ impl<'de, const MIN: u32, const MAX: u32> Deserialize<'de> for Whole<MIN, MAX> {
     }
 }
 
-/// The attempt of a verdict.
+/// The number of an attempt, from 1.
 pub type Attempt = Whole<1, { i32::MAX.cast_unsigned() }>;
 
 /// Any JSON, where `null` is a value and not an absent member.

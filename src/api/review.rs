@@ -25,7 +25,7 @@ pub struct ReviewRequest {
     #[schema(value_type = i32, minimum = 1, maximum = 2_147_483_647)]
     attempt: Attempt,
     /// What became of it.
-    decision: DecisionName,
+    decision: ReviewDecisionName,
     /// The provider's id, with `done` only. At most 255 bytes.
     #[schema(value_type = Option<String>, min_length = 1, max_length = 255)]
     external_id: Option<Name>,
@@ -42,13 +42,13 @@ pub struct ReviewRequest {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize, ToSchema)]
 #[serde(try_from = "String")]
 #[schema(rename_all = "snake_case")]
-pub(super) enum DecisionName {
+pub(super) enum ReviewDecisionName {
     Done,
     Release,
     Fail,
 }
 
-impl TryFrom<String> for DecisionName {
+impl TryFrom<String> for ReviewDecisionName {
     type Error = &'static str;
 
     fn try_from(name: String) -> Result<Self, Self::Error> {
@@ -91,18 +91,18 @@ pub struct ResetRequest {
     extensions(("x-problems" = json!(["unknown_key", "superseded", "conflict"]))))]
 pub async fn review(body: JsonBody, gate: Data<Gate>) -> Result<Json<ReportReply>, Problem> {
     let request: ReviewRequest = decode(body.0, "")?;
-    if request.external_id.is_some() && request.decision != DecisionName::Done {
+    if request.external_id.is_some() && request.decision != ReviewDecisionName::Done {
         return Err(Invalid::new("/external_id", "goes with \"decision\": \"done\" only").into());
     }
     let review = Review {
         key: request.idempotency_key,
         attempt: request.attempt.0,
         decision: match request.decision {
-            DecisionName::Done => ReviewDecision::Done {
+            ReviewDecisionName::Done => ReviewDecision::Done {
                 external_id: request.external_id.map(Name::into_string),
             },
-            DecisionName::Release => ReviewDecision::Release,
-            DecisionName::Fail => ReviewDecision::Fail,
+            ReviewDecisionName::Release => ReviewDecision::Release,
+            ReviewDecisionName::Fail => ReviewDecision::Fail,
         },
         reviewer: request.reviewer.into_string(),
         reason: request.reason.into_string(),

@@ -5,10 +5,11 @@ pub mod claim;
 pub mod json;
 pub mod key;
 pub mod ledger;
+pub mod retry;
 pub mod rfc3339;
 pub mod text;
 
-/// A point in time, always in UTC, taken from the database's clock.
+/// A point in time, always in UTC; where the rules of keys are concerned, of the database's clock.
 pub type Time = chrono::DateTime<chrono::Utc>;
 
 /// A fault in a request: which member, and what is wrong with it.

@@ -78,8 +78,12 @@ fn an_order_that_was_refused_is_charged_by_a_later_delivery() {
         ("order-by-reference", 429),
     ] {
         let order_id = format!("refused-{webhook}-{status}");
-        // Each delivery of one that knows the key is a key of its own, and three tries.
-        let tries = if webhook == "order-native-key" { 3 } else { 1 };
+        // Each delivery of one that knows the key is a key of its own, and three tries; and what
+        // was not looked at is repeated by the one that asks what a failure means.
+        let tries = match (webhook, status) {
+            ("order-native-key", _) | ("order-by-reference", 429) => 3,
+            _ => 1,
+        };
         let refusal = json!({"charge": false, "status": status});
         stage
             .provider
@@ -337,7 +341,7 @@ fn a_charge_whose_answer_is_lost_is_found_by_reference() {
         ("late", json!([{"delay": 35_000}]), true),
         (
             "502-uncharged",
-            json!([{"status": 502, "charge": false}]),
+            json!(vec![json!({"status": 502, "charge": false}); 3]),
             false,
         ),
     ];
@@ -361,6 +365,90 @@ fn a_charge_whose_answer_is_lost_is_found_by_reference() {
             assert_charged_once(&stage, &order_id);
         }
     }
+}
+
+/// What a failed call means is asked, and kept to: the provider is left alone for as long as it
+/// wants, and asked before what may have been charged is repeated.
+#[test]
+fn a_charge_is_repeated_as_the_advice_says() {
+    let stage = stage();
+    let order_id = "advised";
+    let answers = json!([
+        {"charge": false, "status": 429, "retry_after": 2},
+        {"charge": false, "status": 502},
+        {"status": 200},
+    ]);
+    stage.provider.behave(order_id, &answers);
+    let since = stage.n8n.last_execution();
+    let reply = stage.n8n.fire("order-by-reference", &order(order_id)).ok();
+    let charge = assert_charged_once(&stage, order_id);
+    assert_eq!(reply["external_id"], charge["id"]);
+    let entry = stage.gate.entry_of(order_id);
+    assert_eq!(
+        (&entry["status"], &entry["external_id"], &entry["attempt"]),
+        (&json!("done"), &charge["id"], &json!(1))
+    );
+    assert_eq!(stage.n8n.executions_since(since), ["success"]);
+    let requests = stage.provider.requests_for(order_id);
+    let key = &entry["idempotency_key"];
+    assert!(
+        requests.iter().all(|request| request["reference"] == *key),
+        "{requests:?}"
+    );
+    let times: Vec<u64> = requests
+        .iter()
+        .map(|request| request["at"].as_u64().unwrap())
+        .collect();
+    // `Retry-After`; then the time that a search needs to see a charge, and the second wait.
+    assert_eq!(times.len(), 3, "{requests:?}");
+    assert!(times[1] - times[0] >= 2_000, "{times:?}");
+    assert!(times[2] - times[1] >= 22_000, "{times:?}");
+}
+
+/// Where nobody says what a failed call means, the provider is asked, and nothing is repeated.
+#[test]
+fn without_advice_a_charge_is_not_repeated() {
+    let mut stage = stage();
+    let proxy = stage.gate.open_behind_proxy();
+    for (name, answer) in [
+        ("turned-away", json!({"charge": false, "status": 429})),
+        ("charged", json!({"status": 502})),
+    ] {
+        let order_id = format!("unadvised-{name}");
+        stage.provider.behave(&order_id, &json!([answer]));
+        proxy.lose("POST /retry ", 5);
+        let reply = stage.n8n.fire("order-by-reference", &order(&order_id));
+        assert_eq!(proxy.left(), 0, "{name}");
+        assert_eq!(stage.provider.requests_for(&order_id).len(), 1, "{name}");
+        match name {
+            "charged" => {
+                let charge = assert_charged_once(&stage, &order_id);
+                assert_eq!(reply.ok()["external_id"], charge["id"]);
+            }
+            _ => assert_told(&reply, 502, "failed"),
+        }
+    }
+}
+
+/// More than a run can wait for is left to the sender where nothing has happened, and to a later
+/// delivery where something may have.
+#[test]
+fn a_provider_that_wants_to_be_left_alone_for_long_is_not_called_again() {
+    let stage = stage();
+    for (status, seconds, told) in [
+        (429, 61, "failed"),
+        (429, 3_600, "failed"),
+        (503, 61, "uncertain"),
+        (503, 3_600, "uncertain"),
+    ] {
+        let order_id = format!("later-{status}-{seconds}");
+        let answer = json!({"charge": false, "status": status, "retry_after": seconds});
+        stage.provider.behave(&order_id, &json!([answer]));
+        let reply = stage.n8n.fire("order-by-reference", &order(&order_id));
+        assert_told(&reply, 502, told);
+        assert_eq!(stage.provider.requests_for(&order_id).len(), 1);
+    }
+    assert_eq!(stage.gate.listed("pending").len(), 2);
 }
 
 /// Neither the charge nor the search is answered: it stays pending, and whoever delivers it again

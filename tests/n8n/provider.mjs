@@ -8,9 +8,10 @@
 // POST /v2/checkout/orders, PayPal-Request-Id    the same, in JSON
 // POST any other path                            keeps the message
 //
-// For tests: PUT /behaviour {of, answers: [{charge, status, delay, drop, raw}, …]} sets what the next requests for an
-// order, or the next searches for a reference, meet: charged or not, with this status, after so many ms, the connection
-// dropped, this text as the body. GET /requests tells what came, and DELETE /messages gives the messages and forgets them.
+// For tests: PUT /behaviour {of, answers: [{charge, status, retry_after, delay, drop, raw}, …]} sets what the next requests
+// for an order, or the next searches for a reference, meet: charged or not, with this status and this Retry-After, after so
+// many ms, the connection dropped, this text as the body. GET /requests tells what came, and when (ms); DELETE /messages
+// gives the messages and forgets them.
 import { createServer } from 'node:http';
 
 const charges = [];
@@ -39,7 +40,8 @@ function create(wanted) {
   return charge;
 }
 
-function answer(response, status, body, raw) {
+function answer(response, status, body, raw, retryAfter) {
+  if (retryAfter !== undefined) response.setHeader('retry-after', retryAfter);
   response.writeHead(status, { 'content-type': raw === undefined || /^[[{]/.test(raw) ? 'application/json' : 'text/html' });
   response.end(raw ?? JSON.stringify(body));
 }
@@ -49,14 +51,14 @@ function serve(request, response) {
   const creation = request.method === 'POST' && creations[pathname];
   if (creation) {
     const wanted = creation(request);
-    const { charge = true, status = 201, delay = 0, drop = false, raw } = behaviours.get(wanted.order_id)?.shift() ?? {};
-    requests.push({ ...wanted, path: pathname });
+    const { charge = true, status = 201, retry_after: retryAfter, delay = 0, drop = false, raw } = behaviours.get(wanted.order_id)?.shift() ?? {};
+    requests.push({ ...wanted, path: pathname, at: Date.now() });
     const stored = answers.get(wanted.key);
     const body = stored?.body ?? (charge ? create(wanted) : { message: 'told to misbehave' });
     // As Stripe does: refusals are repeated too, but not what was turned away before it was looked at.
     if (wanted.key && !stored && status !== 429) answers.set(wanted.key, { status: charge ? 201 : status, body });
     const replied = stored && status === 201 ? stored.status : status;
-    return setTimeout(() => (drop ? request.socket.destroy() : answer(response, replied, body, raw)), delay);
+    return setTimeout(() => (drop ? request.socket.destroy() : answer(response, replied, body, raw, retryAfter)), delay);
   }
   switch (`${request.method} ${pathname}`) {
     case 'GET /charges': {

@@ -57,7 +57,7 @@ impl Provider {
     }
 
     /// What the next requests for an order, or the next searches for a reference, will meet:
-    /// objects of `charge`, `status`, `delay` and `drop`.
+    /// objects of `charge`, `status`, `retry_after`, `delay`, `drop` and `raw`.
     pub(crate) fn behave(&self, of: &str, answers: &Value) {
         let json_type = [("Content-Type", "application/json")];
         let body = json!({"of": of, "answers": answers}).to_string();
