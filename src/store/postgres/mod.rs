@@ -30,7 +30,7 @@ use super::rows::{self, At, GateRow, HistoryRow, LedgerRow};
 use super::schema::{
     Instant, processed_orders as gate, run_history as history, run_ledger as ledger,
 };
-use super::{Entry, Filter, Page, Settled, StartError, Store, StoreError};
+use super::{Backlog, Entry, Filter, Page, Settled, StartError, Store, StoreError};
 use crate::domain::Time;
 use crate::domain::claim::{Batch, Claim, Decided};
 use crate::domain::ledger::{Event, Report};
@@ -576,6 +576,13 @@ impl Store for PostgresStore {
                 Vec::new()
             };
             Ok(Page::merge(entries, gate, filter.limit))
+        })
+    }
+
+    fn backlog(&self) -> Result<Backlog, StoreError> {
+        self.read(|connection| {
+            let now = clock(connection)?;
+            list::backlog(connection, now)
         })
     }
 

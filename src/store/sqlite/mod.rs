@@ -22,7 +22,7 @@ use diesel_migrations::{EmbeddedMigrations, MigrationHarness, embed_migrations};
 use self::insert::insert;
 use super::rows::{self, At, GateRow, HistoryRow, LedgerRow};
 use super::schema::{processed_orders as gate, run_history as history, run_ledger as ledger};
-use super::{Entry, Filter, Page, Reported, Settled, StartError, Store, StoreError};
+use super::{Backlog, Entry, Filter, Page, Reported, Settled, StartError, Store, StoreError};
 use crate::domain::Time;
 use crate::domain::claim::{Batch, Claim, Decided, Found, Write, decide_all};
 use crate::domain::ledger::{Event, KeyState, Report};
@@ -504,6 +504,10 @@ impl Store for SqliteStore {
             };
             Ok(Page::merge(entries, gate, filter.limit))
         })
+    }
+
+    fn backlog(&self) -> Result<Backlog, StoreError> {
+        self.read(|connection| list::backlog(connection, clock()))
     }
 
     /// Takes the lock that a write takes, and writes nothing.
