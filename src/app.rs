@@ -9,9 +9,12 @@ use chrono::TimeDelta;
 use secrecy::ExposeSecret;
 use tokio::signal::unix::{SignalKind, signal};
 
-use crate::api::{self, auth::ApiKeys};
+use crate::api::auth::ApiKeys;
+use crate::api::problem::Code;
+use crate::api::{self, request_log};
 use crate::config::{Command, Database, Settings};
 use crate::gate::{Gate, LaneLimits};
+use crate::metrics::Metrics;
 use crate::store::postgres::PostgresStore;
 use crate::store::sqlite::SqliteStore;
 use crate::store::{StartError, Store};
@@ -52,7 +55,9 @@ async fn serve(settings: &Settings) -> Result<(), String> {
         queue: settings.claim_queue as usize,
         batch: settings.claim_batch as usize,
     };
-    let gate = web::Data::new(Gate::new(store, connections, limits));
+    let metrics = Arc::new(Metrics::new(&Code::names()));
+    let gate = Gate::new(store, connections, limits, Arc::clone(&metrics));
+    let (gate, metrics) = (web::Data::new(gate), web::Data::from(metrics));
     let api_keys = web::Data::new(ApiKeys::new(
         keys.iter()
             .map(|key| (key.name.as_str(), key.secret.expose_secret())),
@@ -63,7 +68,9 @@ async fn serve(settings: &Settings) -> Result<(), String> {
     let server = HttpServer::new(move || {
         App::new()
             .app_data(gate.clone())
+            .app_data(metrics.clone())
             .app_data(api_keys.clone())
+            .wrap_fn(request_log::observe)
             .configure(|routes| api::configure(routes, body_limit))
     })
     .disable_signals()

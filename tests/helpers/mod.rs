@@ -7,6 +7,7 @@ pub(crate) mod node;
 pub(crate) mod postgres;
 pub(crate) mod random;
 pub(crate) mod raw;
+pub(crate) mod samples;
 pub(crate) mod service;
 
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
