@@ -1,14 +1,15 @@
-//! `GET /metrics`: each number is what happened.
+//! `GET /metrics`: each number is what happened, and what is made of them in deploy/ exists.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::Write;
+use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use serde_json::{Value, json};
 
-use super::helpers::postgres::Postgres;
+use super::helpers::postgres::{Postgres, said_by};
 use super::helpers::samples::Samples;
 use super::helpers::{Backend, Database, Service, on_both, on_both_with, wait_until};
 
@@ -24,6 +25,12 @@ const FROM_STORE: [&str; 3] = [
 
 fn increases<const N: usize>(expected: [(&str, f64); N]) -> BTreeMap<String, f64> {
     expected.map(|(name, by)| (name.to_owned(), by)).into()
+}
+
+fn deploy(path: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR"))
+        .join("deploy")
+        .join(path)
 }
 
 /// What `promtool check metrics` complains of, which reads as Prometheus does.
@@ -555,4 +562,88 @@ fn metrics_name_no_key_and_no_caller() {
         "{text}"
     );
     assert!(!text.contains("\"the-"), "{text}");
+}
+
+// What is made of it, in deploy/.
+
+/// The service's metrics, without the suffixes of histograms.
+fn names_in(text: &str) -> BTreeSet<&str> {
+    text.split(|c: char| !c.is_ascii_alphanumeric() && c != '_')
+        .filter(|word| word.starts_with("dedup_gate_"))
+        .collect()
+}
+
+fn assert_names_exist(expressions: &str) {
+    let service = Service::start(Backend::Sqlite);
+    let text = service.get("/metrics").text;
+    let samples: BTreeSet<&str> = text
+        .lines()
+        .filter(|line| !line.starts_with('#'))
+        .map(|line| line.split(['{', ' ']).next().unwrap())
+        .collect();
+    let names = names_in(expressions);
+    assert!(!names.is_empty());
+    for name in names {
+        assert!(samples.contains(name), "{name} is no metric");
+    }
+}
+
+fn promtool(arguments: &[&str]) {
+    let said = said_by(
+        Command::new("promtool")
+            .current_dir(deploy("prometheus"))
+            .args(arguments),
+    );
+    said.unwrap_or_else(|complaint| panic!("promtool {arguments:?}: {complaint}"));
+}
+
+#[test]
+fn the_alert_rules_are_valid_and_go_off() {
+    let rules = std::fs::read_to_string(deploy("prometheus/alerts.yml")).unwrap();
+    assert_eq!(rules.matches("- alert:").count(), 3);
+    assert_names_exist(&rules);
+    promtool(&["check", "rules", "alerts.yml"]);
+    promtool(&["check", "config", "prometheus.yml"]);
+    promtool(&["test", "rules", "alerts_test.yml"]);
+}
+
+#[test]
+fn the_dashboard_is_of_metrics_that_exist() {
+    let dashboard = std::fs::read_to_string(deploy("grafana/dedup-gate.json")).unwrap();
+    assert_names_exist(&dashboard);
+    let dashboard: Value = serde_json::from_str(&dashboard).unwrap();
+    let panels = dashboard["panels"].as_array().unwrap();
+    let ids: BTreeSet<u64> = panels
+        .iter()
+        .map(|panel| panel["id"].as_u64().unwrap())
+        .collect();
+    assert_eq!(ids.len(), panels.len());
+    let targets = panels
+        .iter()
+        .flat_map(|panel| panel["targets"].as_array().unwrap());
+    let expressions: Vec<String> = targets
+        .map(|target| target["expr"].as_str().unwrap())
+        .map(|expression| expression.replace("$__rate_interval", "5m"))
+        .map(|expression| expression.replace("$__range", "6h"))
+        .collect();
+    // Whatever is counted or measured is to be seen.
+    let service = Service::start(Backend::Sqlite);
+    let shown = expressions.join("\n");
+    for line in service.get("/metrics").text.lines() {
+        if let Some(family) = line.strip_prefix("# TYPE ") {
+            let family = family.split(' ').next().unwrap();
+            assert!(shown.contains(family), "{family} is not shown");
+        }
+    }
+    // As rules, the expressions are what promtool checks.
+    let rules: Vec<Value> = (0..)
+        .zip(&expressions)
+        .map(
+            |(number, expression)| json!({"record": format!("shown:{number}"), "expr": expression}),
+        )
+        .collect();
+    let file = tempfile::NamedTempFile::new().unwrap();
+    let rules = json!({"groups": [{"name": "dashboard", "rules": rules}]});
+    std::fs::write(file.path(), rules.to_string()).unwrap();
+    promtool(&["check", "rules", file.path().to_str().unwrap()]);
 }
