@@ -9,9 +9,12 @@ use chrono::TimeDelta;
 use secrecy::ExposeSecret;
 use tokio::signal::unix::{SignalKind, signal};
 
-use crate::api::{self, auth::ApiKeys};
+use crate::api::auth::ApiKeys;
+use crate::api::problem::Code;
+use crate::api::{self, request_log};
 use crate::config::{Command, Database, Settings};
 use crate::gate::{Gate, LaneLimits};
+use crate::metrics::Metrics;
 use crate::retention::{self, Others};
 use crate::store::postgres::PostgresStore;
 use crate::store::sqlite::SqliteStore;
@@ -51,7 +54,9 @@ async fn serve(settings: &Settings) -> Result<(), String> {
     }
     let retry_policy = web::Data::new(settings.retry_policy()?);
     let retention = settings.retention()?;
-    let gate = web::Data::new(open_gate(settings).await?);
+    let metrics = Arc::new(Metrics::new(&Code::names()));
+    let gate = open_gate(settings, Arc::clone(&metrics)).await?;
+    let (gate, metrics) = (web::Data::new(gate), web::Data::from(metrics));
     if let Some(kept) = retention {
         let gate = gate.clone();
         actix_web::rt::spawn(async move { retention::run(&gate, kept).await });
@@ -66,8 +71,10 @@ async fn serve(settings: &Settings) -> Result<(), String> {
     let server = HttpServer::new(move || {
         App::new()
             .app_data(gate.clone())
+            .app_data(metrics.clone())
             .app_data(api_keys.clone())
             .app_data(retry_policy.clone())
+            .wrap_fn(request_log::observe)
             .configure(|routes| api::configure(routes, body_limit))
     })
     .disable_signals()
@@ -107,7 +114,8 @@ async fn purge(settings: &Settings) -> Result<(), String> {
     let kept = settings
         .retention()?
         .ok_or("RETENTION is not set: everything is kept for ever")?;
-    let gate = open_gate(settings).await?;
+    let metrics = Arc::new(Metrics::new(&Code::names()));
+    let gate = open_gate(settings, metrics).await?;
     let count = retention::purge(&gate, kept, Others::Wait)
         .await
         .map_err(|error| error.to_string())?;
@@ -115,13 +123,13 @@ async fn purge(settings: &Settings) -> Result<(), String> {
     Ok(())
 }
 
-async fn open_gate(settings: &Settings) -> Result<Gate, String> {
+async fn open_gate(settings: &Settings, metrics: Arc<Metrics>) -> Result<Gate, String> {
     let (store, connections) = open_store(settings).await?;
     let limits = LaneLimits {
         queue: settings.claim_queue as usize,
         batch: settings.claim_batch as usize,
     };
-    Ok(Gate::new(store, connections, limits))
+    Ok(Gate::new(store, connections, limits, metrics))
 }
 
 /// Opens and migrates the store. One that is out of reach is waited for.

@@ -11,6 +11,7 @@ use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
+use prometheus::Histogram;
 use tokio::sync::mpsc::error::TrySendError;
 use tokio::sync::{Semaphore, mpsc, oneshot};
 use tokio::task::spawn_blocking;
@@ -19,7 +20,8 @@ use tokio::time::timeout_at;
 use crate::domain::act::Act;
 use crate::domain::claim::{Claim, Decided};
 use crate::domain::text::IdempotencyKey;
-use crate::store::{Acted, Entry, Filter, Page, Removed, Store, StoreError, Sweep};
+use crate::metrics::{Load, Metrics};
+use crate::store::{Acted, Backlog, Entry, Filter, Page, Removed, Store, StoreError, Sweep};
 
 /// Within this time every caller has an answer, be it that there is none: the contract promises
 /// three seconds.
@@ -32,11 +34,15 @@ const QUEUE: usize = 512;
 /// Asks the store, and never for longer than a caller waits.
 pub struct Gate {
     store: Arc<dyn Store>,
+    metrics: Arc<Metrics>,
     claims: Lane<Claim, Decided>,
+    /// The second lane, which the first one fills.
+    known: Lane<Claim, Decided>,
     acts: Lane<Act, Option<Acted>>,
     /// As many as the store takes calls at a time beside the lanes, so that threads do not pile up
     /// behind it.
     connections: Arc<Semaphore>,
+    connections_max: u32,
     queue: Semaphore,
 }
 
@@ -72,7 +78,7 @@ enum Answer<Q, A> {
 }
 
 /// Why the gate has no answer. Nothing is known then of what was asked: asking again tells.
-#[derive(Debug, thiserror::Error)]
+#[derive(Debug, Clone, thiserror::Error)]
 pub enum GateError {
     /// More was asked than the store can answer in time.
     #[error("the store has more to do than it can answer in time")]
@@ -84,29 +90,54 @@ pub enum GateError {
 
 impl Gate {
     /// A gate before a store that takes `connections` calls at a time beside the lanes.
-    pub fn new(store: Arc<dyn Store>, connections: u32, limits: LaneLimits) -> Self {
+    pub fn new(
+        store: Arc<dyn Store>,
+        connections: u32,
+        limits: LaneLimits,
+        metrics: Arc<Metrics>,
+    ) -> Self {
         let (claims, new) = mpsc::channel(limits.queue);
-        let (left, known) = mpsc::channel(limits.queue);
+        let (known, left) = mpsc::channel(limits.queue);
         let (acts, wanted) = mpsc::channel(QUEUE);
+        let meters = [
+            ("new", "claim_new"),
+            ("known", "claim_known"),
+            ("acts", "act_gathered"),
+        ]
+        .map(|(lane, operation)| Meter::new(&metrics, lane, operation));
+        let [of_new, of_known, of_acts] = meters;
         let [first, second, third] = [&store, &store, &store].map(Arc::clone);
+        let [count_first, count_second] = [&metrics, &metrics].map(Arc::clone);
+        let next = known.clone();
         // They end when the gate has gone, and with it the last of the callers.
         thread::spawn(move || {
-            let decide = |claims: &[Claim]| first.claim_new(claims);
-            run_lane(new, limits.batch, decide, Some(&left));
+            let decide = |claims: &[Claim]| {
+                let decided = first.claim_new(claims);
+                count_first.count_claims(decided.iter().flatten().flatten());
+                decided
+            };
+            run_lane(new, limits.batch, &of_new, decide, Some(&next));
         });
         thread::spawn(move || {
-            let decide = |claims: &[Claim]| decided(second.claim_known(claims));
-            run_lane(known, limits.batch, decide, None);
+            let decide = |claims: &[Claim]| {
+                let decided = second.claim_known(claims);
+                count_second.count_claims(decided.iter().flatten());
+                all_decided(decided)
+            };
+            run_lane(left, limits.batch, &of_known, decide, None);
         });
         thread::spawn(move || {
-            let decide = |acts: &[Act]| decided(third.act_gathered(acts));
-            run_lane(wanted, limits.batch, decide, None);
+            let decide = |acts: &[Act]| all_decided(third.act_gathered(acts));
+            run_lane(wanted, limits.batch, &of_acts, decide, None);
         });
         Self {
             store,
+            metrics,
             claims,
+            known,
             acts,
             connections: Arc::new(Semaphore::new(connections as usize)),
+            connections_max: connections,
             queue: Semaphore::new(QUEUE),
         }
     }
@@ -117,8 +148,12 @@ impl Gate {
     ///
     /// There is no answer.
     pub async fn claim(&self, claim: Claim) -> Result<Decided, GateError> {
-        let alone = |store: &dyn Store, claim| Ok(store.claim_all(&[claim])?.remove(0));
-        self.gather(&self.claims, claim, alone).await
+        let alone = |store: &dyn Store, metrics: &Metrics, claim| {
+            let decided = store.claim_all(&[claim])?.remove(0);
+            metrics.count_claims([&decided]);
+            Ok(decided)
+        };
+        self.gather(&self.claims, claim, "claim_all", alone).await
     }
 
     /// Decides an array of claims in a transaction of its own. One key that is reused with
@@ -128,7 +163,15 @@ impl Gate {
     ///
     /// There is no answer.
     pub async fn claim_all(&self, claims: Vec<Claim>) -> Result<Vec<Decided>, GateError> {
-        self.ask(move |store| store.claim_all(&claims)).await
+        let metrics = Arc::clone(&self.metrics);
+        self.ask("claim_all", move |store| {
+            let decided = store.claim_all(&claims)?;
+            // One that is refused refuses them all: nothing else was decided then.
+            let is_refused = decided.iter().any(Result::is_err);
+            metrics.count_claims(decided.iter().filter(|claim| claim.is_err() == is_refused));
+            Ok(decided)
+        })
+        .await
     }
 
     /// Does what is asked of a claimed key, together with what is asked at the same time; none where
@@ -138,8 +181,8 @@ impl Gate {
     ///
     /// There is no answer.
     pub async fn act(&self, act: Act) -> Result<Option<Acted>, GateError> {
-        let alone = |store: &dyn Store, act| store.act(&act);
-        self.gather(&self.acts, act, alone).await
+        let alone = |store: &dyn Store, _: &Metrics, act| store.act(&act);
+        self.gather(&self.acts, act, "act", alone).await
     }
 
     /// What is known of a key; none where it is unknown.
@@ -148,7 +191,7 @@ impl Gate {
     ///
     /// There is no answer.
     pub async fn entry(&self, key: IdempotencyKey) -> Result<Option<Entry>, GateError> {
-        self.ask(move |store| store.entry(&key)).await
+        self.ask("entry", move |store| store.entry(&key)).await
     }
 
     /// Entries, newest change first.
@@ -157,7 +200,32 @@ impl Gate {
     ///
     /// There is no answer.
     pub async fn list(&self, filter: Filter) -> Result<Page, GateError> {
-        self.ask(move |store| store.list(&filter)).await
+        self.ask("list", move |store| store.list(&filter)).await
+    }
+
+    /// What is pending.
+    ///
+    /// # Errors
+    ///
+    /// There is no answer.
+    pub async fn backlog(&self) -> Result<Backlog, GateError> {
+        self.ask("backlog", |store| store.backlog()).await
+    }
+
+    /// How busy the gate is just now.
+    pub fn load(&self) -> Load {
+        let in_use = self.connections_max as usize - self.connections.available_permits();
+        Load {
+            queued: [
+                ("new", queued(&self.claims)),
+                ("known", queued(&self.known)),
+                ("acts", queued(&self.acts)),
+            ],
+            // A call whose asker has given up has a connection, but no place any more.
+            waiting: (QUEUE - self.queue.available_permits()).saturating_sub(in_use),
+            in_use,
+            connections: self.connections_max as usize,
+        }
     }
 
     /// Removes what is over, a batch of it; none where another replica is at it.
@@ -166,7 +234,7 @@ impl Gate {
     ///
     /// There is no answer.
     pub async fn remove(&self, sweep: Sweep) -> Result<Option<Removed>, GateError> {
-        self.ask(move |store| store.remove(&sweep)).await
+        self.ask("remove", move |store| store.remove(&sweep)).await
     }
 
     /// Whether the store can be reached.
@@ -175,15 +243,17 @@ impl Gate {
     ///
     /// It can not.
     pub async fn ready(&self) -> Result<(), GateError> {
-        self.ask(|store| store.ready()).await
+        self.ask("ready", |store| store.ready()).await
     }
 
-    /// Waits in a lane for the answer; `alone` gets it where the batch has failed.
+    /// Waits in a lane for the answer; `alone`, which is this operation of the store, gets it where
+    /// the batch has failed.
     async fn gather<Q: Send + 'static, A: Send + 'static>(
         &self,
         lane: &Lane<Q, A>,
         question: Q,
-        alone: impl FnOnce(&dyn Store, Q) -> Result<A, StoreError> + Send + 'static,
+        operation: &'static str,
+        alone: impl FnOnce(&dyn Store, &Metrics, Q) -> Result<A, StoreError> + Send + 'static,
     ) -> Result<A, GateError> {
         let deadline = Instant::now() + DEADLINE;
         let (reply, answer) = oneshot::channel();
@@ -196,8 +266,9 @@ impl Gate {
         match timeout_at(deadline.into(), answer).await {
             Ok(Ok(Answer::Decided(decided))) => decided,
             Ok(Ok(Answer::Alone(question))) => {
-                let alone = move |store: &dyn Store| alone(store, question);
-                self.ask_until(deadline, alone).await
+                let metrics = Arc::clone(&self.metrics);
+                let alone = move |store: &dyn Store| alone(store, &metrics, question);
+                self.ask_until(deadline, operation, alone).await
             }
             // The lane drops what it comes to too late.
             Ok(Err(_)) | Err(_) => Err(StoreError::Unavailable("no answer in time".into()).into()),
@@ -206,17 +277,21 @@ impl Gate {
 
     async fn ask<T: Send + 'static>(
         &self,
+        operation: &'static str,
         question: impl FnOnce(&dyn Store) -> Result<T, StoreError> + Send + 'static,
     ) -> Result<T, GateError> {
-        self.ask_until(Instant::now() + DEADLINE, question).await
+        self.ask_until(Instant::now() + DEADLINE, operation, question)
+            .await
     }
 
     /// Runs `question` on a thread that may block, with a connection to itself. Whoever waits
     /// is answered by the deadline; a question whose asker was told that there is no answer
-    /// is not put to the store any more, unless it is there already.
+    /// is not put to the store any more, unless it is there already. `operation` names it in the
+    /// metrics.
     async fn ask_until<T: Send + 'static>(
         &self,
         deadline: Instant,
+        operation: &'static str,
         question: impl FnOnce(&dyn Store) -> Result<T, StoreError> + Send + 'static,
     ) -> Result<T, GateError> {
         let Ok(_place) = self.queue.try_acquire() else {
@@ -228,12 +303,13 @@ impl Gate {
             .map_err(|_| GateError::Overloaded)?
             .map_err(|_| GateError::Overloaded)?;
         let store = Arc::clone(&self.store);
+        let seconds = self.metrics.store_seconds(operation);
         let answer = spawn_blocking(move || {
             let _connection = connection;
             if Instant::now() >= deadline {
                 return Err(StoreError::Unavailable("no thread in time".into()));
             }
-            question(&*store)
+            seconds.observe_closure_duration(|| question(&*store))
         });
         match timeout_at(deadline.into(), answer).await {
             Ok(Ok(answer)) => Ok(answer?),
@@ -243,8 +319,34 @@ impl Gate {
     }
 }
 
+/// What is measured of a lane's batches.
+struct Meter {
+    sizes: Histogram,
+    seconds: Histogram,
+}
+
+impl Meter {
+    fn new(metrics: &Metrics, lane: &'static str, operation: &'static str) -> Self {
+        Self {
+            sizes: metrics.batch_sizes(lane),
+            seconds: metrics.store_seconds(operation),
+        }
+    }
+
+    fn observe<T>(&self, size: usize, decide: impl FnOnce() -> T) -> T {
+        #[expect(clippy::cast_precision_loss, reason = "a batch has 1,000 at most")]
+        self.sizes.observe(size as f64);
+        self.seconds.observe_closure_duration(decide)
+    }
+}
+
+/// How many questions wait in a lane.
+fn queued<Q, A>(lane: &Lane<Q, A>) -> usize {
+    lane.max_capacity() - lane.capacity()
+}
+
 /// The answers of a lane that leaves nothing to another.
-fn decided<A>(answers: Vec<Result<A, StoreError>>) -> Vec<Result<Option<A>, StoreError>> {
+fn all_decided<A>(answers: Vec<Result<A, StoreError>>) -> Vec<Result<Option<A>, StoreError>> {
     let answers = answers.into_iter();
     answers.map(|answer| answer.map(Some)).collect()
 }
@@ -255,6 +357,7 @@ fn decided<A>(answers: Vec<Result<A, StoreError>>) -> Vec<Result<Option<A>, Stor
 fn run_lane<Q, A>(
     mut queue: mpsc::Receiver<Waiting<Q, A>>,
     batch: usize,
+    meter: &Meter,
     decide: impl Fn(&[Q]) -> Vec<Result<Option<A>, StoreError>>,
     next: Option<&Lane<Q, A>>,
 ) {
@@ -270,7 +373,8 @@ fn run_lane<Q, A>(
             continue;
         }
         // A panic must not end the lane. Nobody knows what has happened before it.
-        let decided = catch_unwind(AssertUnwindSafe(|| decide(&questions))).unwrap_or_else(|_| {
+        let decide = || meter.observe(questions.len(), || decide(&questions));
+        let decided = catch_unwind(AssertUnwindSafe(decide)).unwrap_or_else(|_| {
             let panicked = || StoreError::CommitLost("the store has panicked".into());
             questions.iter().map(|_| Err(panicked())).collect()
         });

@@ -76,7 +76,13 @@ fn without_a_key_nobody_is_let_in() {
     ] {
         assert_unauthorized(&service.post(path, &claim));
     }
-    for path in ["/ledger", "/ledger/key", "/ledger/pending", "/nowhere"] {
+    for path in [
+        "/ledger",
+        "/ledger/key",
+        "/ledger/pending",
+        "/metrics",
+        "/nowhere",
+    ] {
         assert_unauthorized(&service.get(path));
     }
     assert_eq!(

@@ -13,6 +13,8 @@ mod faults;
 mod keys;
 mod lane;
 mod listing;
+mod logs;
+mod metrics;
 mod openapi;
 mod pooler;
 mod races;

@@ -204,6 +204,7 @@ fn every_operation_is_described() {
         }
         for (status, response) in operation["responses"].as_object().unwrap() {
             let media_type = match status.as_str() {
+                "200" if path == "/metrics" => "text/plain",
                 "200" => "application/json",
                 _ => "application/problem+json",
             };

@@ -1,10 +1,10 @@
 //! Who calls: API keys.
 
-use actix_web::body::MessageBody;
+use actix_web::body::BoxBody;
 use actix_web::dev::{ServiceRequest, ServiceResponse};
 use actix_web::http::header::{AUTHORIZATION, HeaderMap};
 use actix_web::middleware::Next;
-use actix_web::{Error, HttpMessage, web};
+use actix_web::{Error, HttpMessage, ResponseError, web};
 use sha2::{Digest, Sha256};
 use subtle::ConstantTimeEq;
 
@@ -46,27 +46,26 @@ impl ApiKeys {
     }
 }
 
-/// Lets a request through that comes with a valid key, and notes whose it is.
+/// Lets a request through that comes with a valid key, and notes whose it is; 401 where it does not.
 ///
 /// # Errors
 ///
-/// 401 where it does not.
+/// Those of what comes next.
 pub async fn authenticate(
     keys: web::Data<ApiKeys>,
     request: ServiceRequest,
-    next: Next<impl MessageBody + 'static>,
-) -> Result<ServiceResponse<impl MessageBody>, Error> {
+    next: Next<BoxBody>,
+) -> Result<ServiceResponse, Error> {
     let caller = if keys.keys.is_empty() {
         None
     } else {
-        let name = secret(request.headers())
-            .and_then(|secret| keys.caller(secret))
-            .ok_or_else(|| {
-                Problem::new(
-                    Code::Unauthorized,
-                    "send an API key as X-API-Key: SECRET or Authorization: Bearer SECRET",
-                )
-            })?;
+        let Some(name) = secret(request.headers()).and_then(|secret| keys.caller(secret)) else {
+            let problem = Problem::new(
+                Code::Unauthorized,
+                "send an API key as X-API-Key: SECRET or Authorization: Bearer SECRET",
+            );
+            return Ok(request.into_response(problem.error_response()));
+        };
         Some(name.to_owned())
     };
     request.extensions_mut().insert(Caller(caller));

@@ -6,9 +6,11 @@ pub mod claim;
 pub mod health;
 pub mod key;
 pub mod ledger;
+pub mod metrics;
 pub mod openapi;
 pub mod problem;
 pub mod request;
+pub mod request_log;
 pub mod retry;
 pub mod review;
 
@@ -23,12 +25,15 @@ use self::request::BodyLimit;
 /// All routes.
 pub fn configure(app: &mut web::ServiceConfig, body_limit: usize) {
     app.app_data(BodyLimit(body_limit))
+        // `OPTIONS *` has no path, so that no scope takes it.
+        .default_service(web::to(not_found))
         .service(resource("/health", "GET, HEAD").route(get().to(health::alive)))
         .service(resource("/health/ready", "GET, HEAD").route(get().to(health::ready)))
         .service(resource("/openapi.json", "GET, HEAD").route(get().to(openapi::document)))
         .service(
             web::scope("")
                 .wrap(from_fn(auth::authenticate))
+                .service(resource("/metrics", "GET, HEAD").route(get().to(metrics::scrape)))
                 .service(resource("/key", "POST").route(web::post().to(key::derive)))
                 .service(resource("/claim", "POST").route(web::post().to(claim::claim)))
                 .service(resource("/retry", "POST").route(web::post().to(retry::advise)))

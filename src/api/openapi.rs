@@ -10,7 +10,8 @@ use utoipa::OpenApi;
 
 use super::problem::Code;
 use super::request::NoQuery;
-use super::{auth, claim, health, key, ledger, problem, retry, review};
+use super::request_log::REQUEST_ID_HEADER;
+use super::{auth, claim, health, key, ledger, metrics, problem, retry, review};
 use crate::domain::retry::MAX_RETRY_AFTER;
 
 /// Control characters, as a part of a class of a regular expression.
@@ -24,7 +25,7 @@ const PROBLEMS: &str = "x-problems";
 #[openapi(
     info(
         title = "dedup-gate",
-        description = "Makes n8n workflows safe to run twice: a gate that answers \"is this the first time?\" and a ledger of what became of the work.\n\nTimes are RFC 3339 in UTC with milliseconds. Unknown members and query parameters are refused, and null in an optional member means that it is absent (in `payload` and `result` it is a value). A body has 256 KiB at most (BODY_LIMIT) and nests 128 deep at most; a member given twice, a lone surrogate or a number beyond the range of a double is malformed. Lengths are counted in bytes of UTF-8.\n\nA duplicate is a success. Every reply that is not 2xx is application/problem+json (RFC 9457): beside those named below, 404 `not_found` for an unknown path, and 405 `method_not_allowed` with `Allow`. Whatever answers GET answers HEAD.",
+        description = "Makes n8n workflows safe to run twice: a gate that answers \"is this the first time?\" and a ledger of what became of the work.\n\nTimes are RFC 3339 in UTC with milliseconds. Unknown members and query parameters are refused, and null in an optional member means that it is absent (in `payload` and `result` it is a value). A body has 256 KiB at most (BODY_LIMIT) and nests 128 deep at most; a member given twice, a lone surrogate or a number beyond the range of a double is malformed. Lengths are counted in bytes of UTF-8.\n\nA duplicate is a success. Every reply that is not 2xx is application/problem+json (RFC 9457): beside those named below, 404 `not_found` for an unknown path, and 405 `method_not_allowed` with `Allow`. Whatever answers GET answers HEAD. A request may name itself by `X-Request-Id` (1 to 128 visible ASCII characters; another one is replaced); the reply has the id by which the service's log knows it.",
         license(name = "MIT", identifier = "MIT")
     ),
     tags(
@@ -47,7 +48,8 @@ const PROBLEMS: &str = "x-problems";
         ledger::entry,
         retry::advise,
         health::alive,
-        health::ready
+        health::ready,
+        metrics::scrape
     ),
     components(schemas(problem::ProblemReply))
 )]
@@ -84,6 +86,9 @@ fn complete(document: &mut Value) {
             "description": "A secret of API_KEYS; what n8n's Header Auth credential sends. Where API_KEYS is not set, none is needed."},
         "bearer": {"type": "http", "scheme": "bearer", "description": "The same secret"}
     });
+    document["components"]["headers"] = json!({REQUEST_ID_HEADER: {"required": true,
+        "description": "The id of the request: the caller's, or one that was made",
+        "schema": {"type": "string", "pattern": "^[!-~]+$", "minLength": 1, "maxLength": 128}}});
     complete_schemas(&mut document["components"]["schemas"]);
     let Some(paths) = document["paths"].as_object_mut() else {
         return;
@@ -236,7 +241,10 @@ fn complete_operation(path: &str, method: &str, operation: &mut Value) {
     if !is_open {
         codes.push(Code::Unauthorized);
     }
-    if !matches!(path, "/health" | "/openapi.json" | "/key" | "/retry") {
+    if !matches!(
+        path,
+        "/health" | "/openapi.json" | "/metrics" | "/key" | "/retry"
+    ) {
         codes.extend([Code::Internal, Code::StoreUnavailable, Code::Overloaded]);
     }
     if method == "post" {
@@ -261,6 +269,10 @@ fn complete_operation(path: &str, method: &str, operation: &mut Value) {
     }
     for (status, codes) in statuses {
         operation["responses"][status.to_string()] = problem_response(status, &codes);
+    }
+    for (_, response) in operation["responses"].as_object_mut().into_iter().flatten() {
+        let id = json!({"$ref": format!("#/components/headers/{REQUEST_ID_HEADER}")});
+        response["headers"][REQUEST_ID_HEADER] = id;
     }
 }
 

@@ -7,7 +7,8 @@ use actix_web::http::StatusCode;
 use actix_web::http::header::{RETRY_AFTER, WWW_AUTHENTICATE};
 use actix_web::{HttpRequest, HttpResponse, Responder, ResponseError};
 use serde::{Deserialize, Serialize};
-use utoipa::ToSchema;
+use serde_json::Value;
+use utoipa::{PartialSchema, ToSchema};
 
 use crate::domain::Invalid;
 use crate::domain::ledger::Refusal;
@@ -59,6 +60,13 @@ impl Code {
     pub fn name(self) -> String {
         let name = serde_json::to_value(self).unwrap_or_default();
         name.as_str().unwrap_or_default().to_owned()
+    }
+
+    /// The names of all.
+    pub fn names() -> Vec<String> {
+        let schema = serde_json::to_value(Self::schema()).unwrap_or_default();
+        let names = schema["enum"].as_array().into_iter().flatten();
+        names.filter_map(Value::as_str).map(str::to_owned).collect()
     }
 
     /// Its HTTP status and its title.
@@ -119,6 +127,8 @@ pub struct Problem {
     detail: String,
     errors: Vec<Invalid>,
     ids: Option<Box<ConflictingIds>>,
+    /// For the log alone.
+    fault: Option<GateError>,
 }
 
 /// A problem (RFC 9457), sent as `application/problem+json`.
@@ -179,6 +189,7 @@ impl Problem {
             detail: shortened(detail.into()),
             errors: Vec::new(),
             ids: None,
+            fault: None,
         }
     }
 
@@ -286,28 +297,25 @@ impl From<Refusal> for Problem {
     }
 }
 
-/// A fault of ours is logged here, once, and its text stays inside.
+/// The text of a fault of ours stays inside: it goes along for [`super::request_log`], which logs it.
 impl From<GateError> for Problem {
     fn from(error: GateError) -> Self {
-        match error {
-            GateError::Overloaded => {
-                log::warn!("{error}");
-                Self::new(
-                    Code::Overloaded,
-                    "nothing is known of what was asked: ask again, with the same claimant",
-                )
-            }
-            GateError::Store(StoreError::Unavailable(_) | StoreError::CommitLost(_)) => {
-                log::warn!("{error}");
-                Self::new(
-                    Code::StoreUnavailable,
-                    "nothing is known of what was asked: ask again, with the same claimant",
-                )
-            }
+        let problem = match &error {
+            GateError::Overloaded => Self::new(
+                Code::Overloaded,
+                "nothing is known of what was asked: ask again, with the same claimant",
+            ),
+            GateError::Store(StoreError::Unavailable(_) | StoreError::CommitLost(_)) => Self::new(
+                Code::StoreUnavailable,
+                "nothing is known of what was asked: ask again, with the same claimant",
+            ),
             GateError::Store(StoreError::Unexpected(_)) => {
-                log::error!("{error}");
                 Self::new(Code::Internal, "the log of the service says more")
             }
+        };
+        Self {
+            fault: Some(error),
+            ..problem
         }
     }
 }
@@ -351,6 +359,10 @@ impl ResponseError for Problem {
         }
         if self.code == Code::Unauthorized {
             response.insert_header((WWW_AUTHENTICATE, "Bearer realm=\"dedup-gate\""));
+        }
+        response.extensions_mut().insert(self.code);
+        if let Some(fault) = &self.fault {
+            response.extensions_mut().insert(fault.clone());
         }
         response
             .content_type("application/problem+json")

@@ -16,7 +16,7 @@ use chrono::TimeDelta;
 use diesel::r2d2::PoolError;
 use diesel::result::{DatabaseErrorKind, Error as DieselError};
 
-use self::rows::{GateRow, LedgerRow, Seen};
+use self::rows::{BacklogRow, GateRow, LedgerRow, Seen};
 use crate::domain::Time;
 use crate::domain::act::{Act, act};
 use crate::domain::claim::{Claim, Decided};
@@ -68,6 +68,14 @@ pub trait Store: Send + Sync {
     ///
     /// The database could not do it.
     fn list(&self, filter: &Filter) -> Result<Page, StoreError>;
+
+    /// What is pending, at a bounded cost: no more than [`Backlog::BOUND`] entries are read, by an
+    /// index.
+    ///
+    /// # Errors
+    ///
+    /// The database could not do it.
+    fn backlog(&self) -> Result<Backlog, StoreError>;
 
     /// Removes what is over, a batch of it; none where another replica is at it.
     ///
@@ -324,6 +332,33 @@ impl Page {
             key: last.key.clone(),
         });
         Self { entries, next }
+    }
+}
+
+/// What is pending in the ledger.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Backlog {
+    /// How many entries are pending, stale ones included; [`Self::BOUND`] also where there are more.
+    pub pending: usize,
+    /// How many of these are stale.
+    pub stale: usize,
+    /// How long ago the oldest attempt of these was claimed; zero where nothing is pending.
+    pub oldest: TimeDelta,
+}
+
+impl Backlog {
+    /// How many pending entries are looked at: those that have not changed for longest, which is
+    /// where leases run out first. Where more are pending, something is wrong that this shows too.
+    pub const BOUND: u32 = 10_000;
+
+    fn of_row(row: &BacklogRow, now: Time) -> Self {
+        let number = |number: i64| usize::try_from(number).unwrap_or_default();
+        let age = row.oldest.map_or(TimeDelta::zero(), |at| now - at.0);
+        Self {
+            pending: number(row.pending),
+            stale: number(row.stale),
+            oldest: age.max(TimeDelta::zero()),
+        }
     }
 }
 

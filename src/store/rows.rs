@@ -7,7 +7,7 @@ use diesel::expression::AsExpression;
 use diesel::pg::{Pg, PgValue};
 use diesel::prelude::*;
 use diesel::serialize::{self, IsNull, Output, ToSql};
-use diesel::sql_types::{Text, Timestamptz};
+use diesel::sql_types::{BigInt, Nullable, Text, Timestamptz};
 use diesel::sqlite::{Sqlite, SqliteValue};
 use serde::Deserialize;
 use serde_json::{Value, json};
@@ -97,6 +97,18 @@ pub(super) struct GateRow {
     pub(super) in_ledger: bool,
     pub(super) seen_again: i64,
     pub(super) last_seen_at: Option<At>,
+}
+
+/// What is pending.
+#[derive(Debug, QueryableByName)]
+pub(super) struct BacklogRow {
+    #[diesel(sql_type = BigInt)]
+    pub(super) pending: i64,
+    #[diesel(sql_type = BigInt)]
+    pub(super) stale: i64,
+    /// When the oldest attempt was claimed.
+    #[diesel(sql_type = Nullable<Instant>)]
+    pub(super) oldest: Option<At>,
 }
 
 /// A row of the ledger.

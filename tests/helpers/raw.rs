@@ -66,6 +66,7 @@ impl Connection {
             status,
             headers,
             body: parsed(&body),
+            text: String::from_utf8_lossy(&body).into_owned(),
         }
     }
 

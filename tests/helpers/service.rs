@@ -42,6 +42,8 @@ pub(crate) struct Reply {
     pub(crate) headers: ureq::http::HeaderMap,
     /// The body, where it is JSON; else null.
     pub(crate) body: Value,
+    /// The body as it came.
+    pub(crate) text: String,
 }
 
 impl Reply {
@@ -249,6 +251,7 @@ impl Client {
             status: parts.status.as_u16(),
             headers: parts.headers,
             body: parsed(text.as_bytes()),
+            text,
         })
     }
 

@@ -1,13 +1,14 @@
-//! Lists of entries.
+//! Lists of entries, and what is pending.
 
+use diesel::connection::SimpleConnection;
 use diesel::dsl::sql;
 use diesel::pg::{Pg, PgConnection};
 use diesel::prelude::*;
-use diesel::sql_types::{Bool, Text};
+use diesel::sql_types::{BigInt, Bool, Text};
 
-use super::super::rows::{At, GateRow, LedgerRow, Seen};
-use super::super::schema::{processed_orders as gate_rows, run_ledger as ledger_rows};
-use super::super::{Entry, Filter, StoreError};
+use super::super::rows::{At, BacklogRow, GateRow, LedgerRow, Seen};
+use super::super::schema::{Instant, processed_orders as gate_rows, run_ledger as ledger_rows};
+use super::super::{Backlog, Entry, Filter, StoreError};
 use crate::domain::Time;
 use crate::domain::ledger::Status;
 
@@ -106,4 +107,22 @@ pub(super) fn gate(
         .limit(i64::from(filter.limit) + 1)
         .load(connection)?;
     Ok(rows.iter().map(|row| Entry::of_gate(row, now)).collect())
+}
+
+/// What is pending, as far as the bound goes. The index `run_ledger_open` has the entries in their
+/// order; a plan that gathers all of them first, to sort them, would be bound by nothing.
+pub(super) fn backlog(connection: &mut PgConnection, now: Time) -> Result<Backlog, StoreError> {
+    connection.batch_execute(
+        "SET LOCAL enable_seqscan = off; SET LOCAL enable_bitmapscan = off; SET LOCAL enable_sort = off",
+    )?;
+    let row: BacklogRow = diesel::sql_query(
+        "SELECT count(*) AS pending, min(processed_at) AS oldest, \
+             count(*) FILTER (WHERE lease_expires_at <= $1) AS stale \
+         FROM (SELECT lease_expires_at, processed_at FROM run_ledger WHERE status = 'pending' \
+             ORDER BY updated_at LIMIT $2) AS longest_unchanged",
+    )
+    .bind::<Instant, _>(At(now))
+    .bind::<BigInt, _>(i64::from(Backlog::BOUND))
+    .get_result(connection)?;
+    Ok(Backlog::of_row(&row, now))
 }

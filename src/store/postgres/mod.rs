@@ -34,7 +34,7 @@ use super::rows::{self, At, GateRow, HistoryRow, LedgerRow};
 use super::schema::{
     Instant, processed_orders as gate, run_history as history, run_ledger as ledger,
 };
-use super::{Acted, Entry, Filter, Page, Removed, StartError, Store, StoreError, Sweep};
+use super::{Acted, Backlog, Entry, Filter, Page, Removed, StartError, Store, StoreError, Sweep};
 use crate::domain::Time;
 use crate::domain::act::Act;
 use crate::domain::claim::{Batch, Claim, Decided};
@@ -568,6 +568,13 @@ impl Store for PostgresStore {
                 Vec::new()
             };
             Ok(Page::merge(entries, gate, filter.limit))
+        })
+    }
+
+    fn backlog(&self) -> Result<Backlog, StoreError> {
+        self.read(|connection| {
+            let now = clock(connection)?;
+            list::backlog(connection, now)
         })
     }
 

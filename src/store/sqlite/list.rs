@@ -1,13 +1,13 @@
-//! Lists of entries.
+//! Lists of entries, and what is pending.
 
 use diesel::dsl::sql;
 use diesel::prelude::*;
-use diesel::sql_types::{Bool, Text};
+use diesel::sql_types::{BigInt, Bool, Text};
 use diesel::sqlite::{Sqlite, SqliteConnection};
 
-use super::super::rows::{At, GateRow, LedgerRow, Seen};
+use super::super::rows::{At, BacklogRow, GateRow, LedgerRow, Seen};
 use super::super::schema::{Instant, processed_orders as gate_rows, run_ledger as ledger_rows};
-use super::super::{Entry, Filter, StoreError};
+use super::super::{Backlog, Entry, Filter, StoreError};
 use super::{NEWEST, with_time};
 use crate::domain::Time;
 use crate::domain::ledger::Status;
@@ -110,4 +110,18 @@ pub(super) fn gate(
         .into_iter()
         .map(|row| Entry::of_gate(&with_time(row), now))
         .collect())
+}
+
+/// What is pending, as far as the bound goes, in the order of the index `run_ledger_open`.
+pub(super) fn backlog(connection: &mut SqliteConnection, now: Time) -> Result<Backlog, StoreError> {
+    let row: BacklogRow = diesel::sql_query(
+        "SELECT count(*) AS pending, min(processed_at) AS oldest, \
+             count(*) FILTER (WHERE lease_expires_at <= ?) AS stale \
+         FROM (SELECT lease_expires_at, processed_at FROM run_ledger \
+             WHERE status = 'pending' AND status <> 'done' ORDER BY updated_at LIMIT ?)",
+    )
+    .bind::<Instant, _>(At(now))
+    .bind::<BigInt, _>(i64::from(Backlog::BOUND))
+    .get_result(connection)?;
+    Ok(Backlog::of_row(&row, now))
 }

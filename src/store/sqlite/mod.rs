@@ -23,7 +23,9 @@ use diesel_migrations::{EmbeddedMigrations, MigrationHarness, embed_migrations};
 use self::insert::insert;
 use super::rows::{self, At, GateRow, HistoryRow, LedgerRow};
 use super::schema::{processed_orders as gate, run_history as history, run_ledger as ledger};
-use super::{Acted, Entry, Filter, Known, Page, Removed, StartError, Store, StoreError, Sweep};
+use super::{
+    Acted, Backlog, Entry, Filter, Known, Page, Removed, StartError, Store, StoreError, Sweep,
+};
 use crate::domain::Time;
 use crate::domain::act::Act;
 use crate::domain::claim::{Batch, Claim, Decided, Found, Write, decide_all};
@@ -500,6 +502,10 @@ impl Store for SqliteStore {
             };
             Ok(Page::merge(entries, gate, filter.limit))
         })
+    }
+
+    fn backlog(&self) -> Result<Backlog, StoreError> {
+        self.read(|connection| list::backlog(connection, clock()))
     }
 
     fn remove(&self, sweep: &Sweep) -> Result<Option<Removed>, StoreError> {
