@@ -647,3 +647,19 @@ fn the_dashboard_is_of_metrics_that_exist() {
     std::fs::write(file.path(), rules.to_string()).unwrap();
     promtool(&["check", "rules", file.path().to_str().unwrap()]);
 }
+
+#[test]
+fn the_readmes_name_every_metric_and_no_other() {
+    let service = Service::start(Backend::Sqlite);
+    let text = service.get("/metrics").text;
+    let families: BTreeSet<&str> = text
+        .lines()
+        .filter_map(|line| line.strip_prefix("# TYPE ")?.split(' ').next())
+        .collect();
+    for readme in [
+        include_str!("../README.md"),
+        include_str!("../README.es.md"),
+    ] {
+        assert_eq!(names_in(readme), families);
+    }
+}
