@@ -494,7 +494,7 @@ fn queues_and_pool_are_shown() {
     for (name, value) in [
         ("queue_depth{lane=\"new\"}", 0.0),
         ("queue_depth{lane=\"known\"}", 0.0),
-        ("queue_depth{lane=\"reports\"}", 0.0),
+        ("queue_depth{lane=\"acts\"}", 0.0),
         ("pool_queue_depth", 0.0),
         ("pool_connections_in_use", 0.0),
         ("pool_connections_max", 1.0),
@@ -521,7 +521,7 @@ fn queues_and_pool_are_shown() {
         wait_until("all of it shows", || {
             let now = Samples::of(&service);
             now.get("queue_depth{lane=\"new\"}") == Some(2.0)
-                && now.get("queue_depth{lane=\"reports\"}") == Some(3.0)
+                && now.get("queue_depth{lane=\"acts\"}") == Some(3.0)
                 && now.get("pool_connections_in_use") == Some(1.0)
                 && now.get("pool_queue_depth") > Some(0.0)
                 && now.get("problems_total{code=\"overloaded\"}") >= Some(5.0)
@@ -532,7 +532,7 @@ fn queues_and_pool_are_shown() {
     wait_until("nothing waits any more", || {
         let now = Samples::of(&service);
         now.get("queue_depth{lane=\"new\"}") == Some(0.0)
-            && now.get("queue_depth{lane=\"reports\"}") == Some(0.0)
+            && now.get("queue_depth{lane=\"acts\"}") == Some(0.0)
             && now.get("pool_connections_in_use") == Some(0.0)
     });
 }
