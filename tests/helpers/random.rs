@@ -8,6 +8,11 @@ impl Random {
     pub(crate) fn new() -> Self {
         let seed = std::env::var("SEED").map_or(2041, |seed| seed.parse().unwrap());
         println!("SEED={seed}");
+        Self::of(seed)
+    }
+
+    /// Begins at this seed.
+    pub(crate) fn of(seed: u64) -> Self {
         Self(seed)
     }
 
@@ -21,6 +26,11 @@ impl Random {
     /// A number below `end`.
     pub(crate) fn below(&mut self, end: usize) -> usize {
         usize::try_from(self.bits() % end as u64).unwrap()
+    }
+
+    /// Whether something happens that does so this often in a hundred.
+    pub(crate) fn percent(&mut self, often: usize) -> bool {
+        self.below(100) < often
     }
 
     /// One of these.

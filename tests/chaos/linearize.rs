@@ -1,0 +1,440 @@
+//! Is there an order of a key's calls, each at one moment between its beginning and its end, in which
+//! the service's own rules give all the answers that were heard?
+//!
+//! The search is Wing and Gong's ("Testing and verifying concurrent objects", 1993), with Lowe's memory
+//! of what was tried ("Testing for linearizability", 2017). The rules are `decide()` and `act()`; what they
+//! leave open is the time, which lies between the beginning and the end of the call as well.
+
+use std::collections::HashSet;
+
+use chrono::{SubsecRound, TimeDelta};
+use dedup_gate::api::problem::{Problem, ProblemReply};
+use dedup_gate::domain::Time;
+use dedup_gate::domain::act::act;
+use dedup_gate::domain::claim::{Change, decide};
+use dedup_gate::domain::ledger::{Event, KeyState, Refusal, Status};
+use serde_json::Value;
+
+use super::history::{Call, Heard, Request};
+
+/// How many times the rules may be asked for one key. What takes more is not passed, but reported.
+const STEPS: u64 = 1_000_000;
+
+/// Replies give times in milliseconds, cut off.
+const PRECISION: TimeDelta = TimeDelta::milliseconds(1);
+
+/// How long a claimant is recognised: the service's default. A run is shorter.
+const REPLAY_WINDOW: TimeDelta = TimeDelta::seconds(1800);
+
+/// Why a key's history does not pass.
+#[derive(Debug)]
+pub(crate) enum Fault {
+    /// No order explains it; these calls are those of the order that goes furthest.
+    NotLinearizable(Vec<usize>),
+    /// It took too many steps to say.
+    TooManySteps,
+}
+
+/// Looks for an order that explains the calls of one key, and gives the number of steps it took.
+///
+/// Where the last call has read the entry, its history says what was written, and in which order:
+/// an order of the calls that writes anything else need not be followed any further.
+pub(crate) fn check(calls: &[Call]) -> Result<u64, Fault> {
+    assert!(calls.len() <= 128, "a key has so many calls at most");
+    let mut search = Search {
+        calls,
+        answered: (0..calls.len())
+            .filter(|&index| calls[index].answer.is_ok())
+            .fold(0, |set, index| set | bit(index)),
+        written: calls.last().and_then(last_read),
+        instants: instants(calls),
+        end: calls.iter().map(|call| call.returned.at).max(),
+        tried: HashSet::new(),
+        furthest: 0,
+        steps: 0,
+    };
+    match search.explains(0, Model::default()) {
+        Some(true) => Ok(search.steps),
+        Some(false) => Err(Fault::NotLinearizable(
+            (0..calls.len())
+                .filter(|&index| search.furthest & bit(index) != 0)
+                .collect(),
+        )),
+        None => Err(Fault::TooManySteps),
+    }
+}
+
+fn bit(index: usize) -> u128 {
+    1 << index
+}
+
+/// A key as the rules know it. What they do not go by is left out, so that states are equal that
+/// behave alike.
+#[derive(Debug, Clone, Default, PartialEq)]
+struct Model {
+    state: Option<KeyState>,
+    history: Vec<Event>,
+}
+
+/// What the rules answer.
+enum Said {
+    Verdict {
+        claimed: bool,
+        replayed: bool,
+        state: KeyState,
+    },
+    KeyReused,
+    Entry {
+        state: KeyState,
+        history: Vec<Event>,
+        changed: Option<bool>,
+    },
+    Refused(Refusal),
+    UnknownKey,
+}
+
+impl Model {
+    fn answer(&self, request: &Request, now: Time) -> (Self, Said) {
+        let same = |said| (self.clone(), said);
+        match (request, &self.state) {
+            (Request::Claim(claim, _), state) => {
+                let Ok(decision) = decide(state.as_ref(), claim, now, REPLAY_WINDOW) else {
+                    return same(Said::KeyReused);
+                };
+                let events = match decision.change {
+                    Change::None | Change::Seen => Vec::new(),
+                    Change::State(events) => events,
+                };
+                let said = Said::Verdict {
+                    claimed: decision.claimed,
+                    replayed: decision.replayed,
+                    state: decision.state.clone(),
+                };
+                (self.after(decision.state, events), said)
+            }
+            (Request::Act(_) | Request::Read(_), None) => same(Said::UnknownKey),
+            (Request::Act(wanted), Some(state)) => {
+                let settlement = act(state, &self.history, wanted, now);
+                let next = self.after(settlement.state, settlement.events);
+                let said = match settlement.answer {
+                    Ok(changed) => next.entry(Some(changed)),
+                    Err(refusal) => Said::Refused(refusal),
+                };
+                (next, said)
+            }
+            (Request::Read(_), Some(_)) => same(self.entry(None)),
+        }
+    }
+
+    fn after(&self, state: KeyState, events: Vec<Event>) -> Self {
+        let mut history = self.history.clone();
+        history.extend(events);
+        Self {
+            state: Some(KeyState {
+                seen_again: 0,
+                last_seen_at: None,
+                updated_at: Time::UNIX_EPOCH,
+                ..state
+            }),
+            history,
+        }
+    }
+
+    fn entry(&self, changed: Option<bool>) -> Said {
+        let Some(state) = &self.state else {
+            return Said::UnknownKey;
+        };
+        Said::Entry {
+            state: state.clone(),
+            // A key at the gate alone has no history but this.
+            history: if state.in_ledger {
+                self.history.clone()
+            } else {
+                vec![state.gate_event()]
+            },
+            changed,
+        }
+    }
+}
+
+impl Said {
+    /// Whether that is what was heard.
+    fn agrees(&self, heard: &Heard, now: Time) -> bool {
+        let body = &heard.body;
+        let is = |name: &str, value: Value| body[name] == value;
+        let is_state = |state: &KeyState| {
+            is("status", status_name(state.status(now)))
+                && is("attempt", state.attempt.into())
+                && is("external_id", state.effect().0.cloned().into())
+                && is("result", state.effect().1.cloned().unwrap_or_default())
+                && is_at(&body["processed_at"], Some(state.processed_at))
+                && is_at(&body["lease_expires_at"], state.lease_expires_at())
+        };
+        match self {
+            Self::Verdict {
+                claimed,
+                replayed,
+                state,
+            } => {
+                heard.status == 200
+                    && is("claimed", (*claimed).into())
+                    && is("replayed", (*replayed).into())
+                    && is_state(state)
+                    && (*claimed || is_at(&body["last_seen_at"], Some(now)))
+            }
+            Self::Entry {
+                state,
+                history,
+                changed,
+            } => {
+                let written = read_history(body);
+                let claimant = state.holder.as_ref().map(|holder| holder.claimant.clone());
+                heard.status == 200
+                    && changed.is_none_or(|changed| is("changed", changed.into()))
+                    && is("conflict", state.conflict.into())
+                    && is("claimant", claimant.into())
+                    && is_state(state)
+                    && written.len() == history.len()
+                    && written
+                        .iter()
+                        .zip(history)
+                        .all(|(written, event)| written.agrees(event))
+            }
+            Self::Refused(refusal) => {
+                let problem = ProblemReply::from(&Problem::from(refusal.clone()));
+                let problem = serde_json::to_value(problem).unwrap();
+                ["status", "code", "external_id", "reported_external_id"]
+                    .iter()
+                    .all(|name| is(name, problem[name].clone()))
+            }
+            Self::KeyReused => is("code", "key_reused".into()),
+            Self::UnknownKey => is("code", "unknown_key".into()),
+        }
+    }
+}
+
+fn status_name(status: Status) -> Value {
+    serde_json::to_value(status).unwrap()
+}
+
+fn time(value: &Value) -> Option<Time> {
+    value.as_str()?.parse().ok()
+}
+
+fn is_at(value: &Value, expected: Option<Time>) -> bool {
+    match (time(value), expected) {
+        (Some(time), Some(expected)) => (time - expected).abs() <= PRECISION,
+        (heard, expected) => heard == expected,
+    }
+}
+
+/// An event, as replies have it.
+struct Written(Value);
+
+impl Written {
+    fn agrees(&self, event: &Event) -> bool {
+        let mut happening = serde_json::to_value(&event.happening).unwrap();
+        let claimant = event.holder.as_ref().map(|holder| holder.claimant.as_str());
+        let (detail, own) = (&self.0["detail"], &mut happening["detail"]);
+        let lease = time(&own["lease_expires_at"]);
+        let is_lease = is_at(&detail["lease_expires_at"], lease);
+        if lease.is_some() {
+            own["lease_expires_at"] = detail["lease_expires_at"].clone();
+        }
+        is_lease
+            && own == detail
+            && self.0["event"] == happening["event"]
+            && self.0["attempt"] == event.attempt
+            && self.0["claimant"].as_str() == claimant
+            && is_at(&self.0["at"], Some(event.at))
+    }
+}
+
+fn read_history(body: &Value) -> Vec<Written> {
+    let events = body["history"].as_array().into_iter().flatten();
+    events.cloned().map(Written).collect()
+}
+
+/// What is written in the end; none where the call does not tell.
+fn last_read(call: &Call) -> Option<Vec<Written>> {
+    let (Request::Read(_), Ok(heard)) = (&call.request, &call.answer) else {
+        return None;
+    };
+    let mut events = read_history(&heard.body);
+    // That of a key at the gate alone is not written.
+    if let [only] = events.as_slice()
+        && only.0["event"] == "claimed"
+    {
+        events.clear();
+    }
+    Some(events)
+}
+
+/// The times at which something happened to the key, as far as replies tell.
+fn instants(calls: &[Call]) -> Vec<Time> {
+    let mut leases: Vec<u32> = calls
+        .iter()
+        .filter_map(|call| match &call.request {
+            Request::Claim(claim, _) => claim.pending,
+            Request::Act(dedup_gate::domain::act::Act::Renewal(renewal)) => {
+                Some(renewal.lease_seconds)
+            }
+            _ => None,
+        })
+        .collect();
+    leases.push(dedup_gate::domain::claim::DEFAULT_LEASE_SECONDS);
+    leases.sort_unstable();
+    leases.dedup();
+    let mut instants = Vec::new();
+    for body in calls
+        .iter()
+        .filter_map(|call| call.answer.as_ref().ok())
+        .map(|heard| &heard.body)
+    {
+        let names = ["processed_at", "updated_at", "last_seen_at"];
+        instants.extend(names.iter().filter_map(|name| time(&body[name])));
+        instants.extend(
+            read_history(body)
+                .iter()
+                .filter_map(|event| time(&event.0["at"])),
+        );
+        if let Some(end) = time(&body["lease_expires_at"]) {
+            let begun = leases
+                .iter()
+                .map(|&lease| end - TimeDelta::seconds(lease.into()));
+            instants.extend(begun);
+        }
+    }
+    instants.sort();
+    instants.dedup();
+    instants
+}
+
+struct Search<'a> {
+    calls: &'a [Call],
+    /// Those whose answer is known, and has to be explained.
+    answered: u128,
+    written: Option<Vec<Written>>,
+    instants: Vec<Time>,
+    end: Option<Time>,
+    /// Which calls were put in order, and where that led to, without explaining the rest.
+    tried: HashSet<(u128, String)>,
+    furthest: u128,
+    steps: u64,
+}
+
+impl Search<'_> {
+    /// Whether what is left can be explained after the calls in `done` have led to `model`; none
+    /// where there are no steps left to say.
+    fn explains(&mut self, mut done: u128, model: Model) -> Option<bool> {
+        // What is answered and changes nothing may stand here as well as later: no need to try both.
+        let free = loop {
+            if (done & self.answered).count_ones() > self.furthest.count_ones() {
+                self.furthest = done & self.answered;
+            }
+            if done & self.answered == self.answered {
+                return Some(true);
+            }
+            let free = self.free(done);
+            let mut passing = None;
+            for &index in &free {
+                if self.is_answered(index) && self.outcomes(index, &model)?.contains(&model) {
+                    passing = Some(index);
+                    break;
+                }
+            }
+            match passing {
+                Some(index) => done |= bit(index),
+                None => break free,
+            }
+        };
+        if !self.tried.insert((done, format!("{model:?}"))) {
+            return Some(false);
+        }
+        for index in free {
+            for next in self.outcomes(index, &model)? {
+                if next != model && self.explains(done | bit(index), next)? {
+                    return Some(true);
+                }
+            }
+        }
+        Some(false)
+    }
+
+    fn is_answered(&self, index: usize) -> bool {
+        self.answered & bit(index) != 0
+    }
+
+    /// The calls that may come next: they had begun before any other one was over. Those that are
+    /// answered first, by their ends; the others need never come.
+    fn free(&self, done: u128) -> Vec<usize> {
+        let left = (0..self.calls.len()).filter(|&index| done & bit(index) == 0);
+        let first_end = left
+            .clone()
+            .filter(|&index| self.is_answered(index))
+            .map(|index| self.calls[index].returned.order)
+            .min();
+        let mut free: Vec<usize> = left
+            .filter(|&index| first_end.is_none_or(|end| self.calls[index].invoked.order < end))
+            .collect();
+        free.sort_by_key(|&index| (!self.is_answered(index), self.calls[index].returned.order));
+        free
+    }
+
+    /// What a call may have led to from here, at any time that it may have seen.
+    fn outcomes(&mut self, index: usize, model: &Model) -> Option<Vec<Model>> {
+        let call = &self.calls[index];
+        let mut outcomes: Vec<Model> = Vec::new();
+        for now in self.times(call, model) {
+            self.steps += 1;
+            if self.steps > STEPS {
+                return None;
+            }
+            let (next, said) = model.answer(&call.request, now);
+            let is_heard = match &call.answer {
+                Ok(heard) => said.agrees(heard, now),
+                Err(_) => true,
+            };
+            if is_heard && self.is_written(&next.history, model) && !outcomes.contains(&next) {
+                outcomes.push(next);
+            }
+        }
+        Some(outcomes)
+    }
+
+    /// Whether what the call adds to the history stands there in the end.
+    fn is_written(&self, history: &[Event], before: &Model) -> bool {
+        let Some(written) = &self.written else {
+            return true;
+        };
+        let added = before.history.len()..history.len();
+        added.into_iter().all(|seq| {
+            written
+                .get(seq)
+                .is_some_and(|written| written.agrees(&history[seq]))
+        })
+    }
+
+    /// The times that a call may have seen, as far as they differ in what they lead to: its beginning
+    /// and its end, those that replies tell, and both sides of the ends of lease and window.
+    fn times(&self, call: &Call, model: &Model) -> Vec<Time> {
+        let first = call.invoked.at.trunc_subsecs(3) - PRECISION;
+        let last = match call.answer {
+            Ok(_) => call.returned.at + PRECISION,
+            Err(_) => self.end.unwrap_or(call.returned.at),
+        };
+        let state = model.state.as_ref();
+        let ends = [
+            state.and_then(KeyState::lease_expires_at),
+            state.and_then(|state| state.expires_at),
+        ];
+        let sides = ends
+            .into_iter()
+            .flatten()
+            .flat_map(|end| [end - PRECISION, end]);
+        let mut times: Vec<Time> = sides.chain(self.instants.iter().copied()).collect();
+        times.retain(|time| (first..=last).contains(time));
+        times.extend([first, last.trunc_subsecs(3)]);
+        times
+    }
+}
