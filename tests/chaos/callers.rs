@@ -18,7 +18,7 @@ use super::helpers::service::Client;
 use super::history::{Heard, Record, Request};
 
 /// How many callers there are at a time.
-const CALLERS: usize = 40;
+const CALLERS: usize = 80;
 
 /// How many executions want each order, beside the one that looks after it.
 const EXECUTIONS: usize = 4;

@@ -203,7 +203,9 @@ impl fmt::Display for Call {
                     }
                 }
                 for event in heard.body["history"].as_array().into_iter().flatten() {
-                    write!(formatter, " [{} {}]", event["attempt"], event["event"])?;
+                    let text = |name: &str| event[name].as_str().unwrap_or("nobody");
+                    let (happened, by) = (text("event"), text("claimant"));
+                    write!(formatter, " [{} {happened} by {by}]", event["attempt"])?;
                 }
                 Ok(())
             }

@@ -438,3 +438,149 @@ impl Search<'_> {
         times
     }
 }
+
+/// The judge is judged: by histories of which the verdict is known.
+mod tests {
+    use dedup_gate::domain::claim::{Claim, Door, OnStale};
+    use dedup_gate::domain::ledger::Holder;
+    use dedup_gate::domain::rfc3339;
+    use dedup_gate::domain::text::IdempotencyKey;
+    use serde_json::json;
+
+    use super::super::history::Stamp;
+    use super::*;
+
+    fn at(millis: i64) -> Time {
+        Time::UNIX_EPOCH + TimeDelta::milliseconds(millis)
+    }
+
+    /// A claim by `claimant`, with a lease of a second, that takes over; and what was heard of it.
+    fn claim(claimant: &str, [begun, over]: [i64; 2], answer: Result<Value, &str>) -> Call {
+        let stamp = |millis: i64| Stamp {
+            order: millis.unsigned_abs(),
+            at: at(millis),
+        };
+        let claim = Claim {
+            key: IdempotencyKey::from_store("key".to_owned()),
+            order_id: None,
+            holder: Some(Holder {
+                claimant: claimant.to_owned(),
+                api_key: None,
+            }),
+            ttl_seconds: None,
+            payload_sha256: None,
+            pending: Some(1),
+            on_stale: OnStale::TakeOver,
+            door: Door::Gate,
+        };
+        Call {
+            process: claimant.to_owned(),
+            request: Request::Claim(claim, None),
+            invoked: stamp(begun),
+            returned: stamp(over),
+            answer: answer
+                .map(|body| Heard { status: 200, body })
+                .map_err(str::to_owned),
+        }
+    }
+
+    /// A verdict on an attempt that was won at a time; `last_seen` is that of a duplicate.
+    fn verdict(
+        won: [bool; 2],
+        attempt: u32,
+        since: i64,
+        last_seen: Option<i64>,
+    ) -> Result<Value, &'static str> {
+        let [claimed, replayed] = won;
+        let time = |millis: i64| rfc3339::format(at(millis));
+        Ok(
+            json!({"claimed": claimed, "replayed": replayed, "status": "pending", "attempt": attempt,
+            "external_id": null, "result": null, "processed_at": time(since),
+            "lease_expires_at": time(since + 1000), "last_seen_at": last_seen.map(time)}),
+        )
+    }
+
+    const WON: [bool; 2] = [true, false];
+    const AGAIN: [bool; 2] = [true, true];
+    const LOST: [bool; 2] = [false, false];
+
+    fn passes(calls: &[Call]) -> bool {
+        match check(calls) {
+            Ok(_) => true,
+            Err(Fault::NotLinearizable(_)) => false,
+            Err(Fault::TooManySteps) => panic!("a short history takes few steps"),
+        }
+    }
+
+    #[test]
+    fn a_winner_and_a_duplicate_pass_in_either_order_while_they_overlap() {
+        let duplicate = |times| claim("b", times, verdict(LOST, 1, 15, Some(25)));
+        assert!(passes(&[
+            claim("a", [10, 20], verdict(WON, 1, 15, None)),
+            duplicate([21, 30])
+        ]));
+        assert!(passes(&[
+            duplicate([5, 30]),
+            claim("a", [10, 40], verdict(WON, 1, 15, None))
+        ]));
+        // It was over before anybody could have won.
+        assert!(!passes(&[
+            duplicate([5, 8]),
+            claim("a", [10, 20], verdict(WON, 1, 15, None))
+        ]));
+    }
+
+    #[test]
+    fn a_lost_reply_may_have_won() {
+        let lost = claim("a", [10, 20], Err("timed out"));
+        assert!(passes(&[
+            lost.clone(),
+            claim("a", [30, 40], verdict(AGAIN, 1, 15, None))
+        ]));
+        // Long after its caller has gone.
+        assert!(passes(&[
+            lost.clone(),
+            claim("b", [900, 920], verdict(LOST, 1, 910, Some(915)))
+        ]));
+        // Or it never came.
+        assert!(passes(&[
+            lost.clone(),
+            claim("b", [30, 40], verdict(WON, 1, 35, None))
+        ]));
+        assert!(!passes(&[claim(
+            "a",
+            [30, 40],
+            verdict(AGAIN, 1, 15, None)
+        )]));
+        assert!(!passes(&[
+            lost,
+            claim("a", [30, 40], verdict(LOST, 1, 15, Some(35)))
+        ]));
+    }
+
+    #[test]
+    fn an_attempt_has_one_winner() {
+        let first = claim("a", [10, 20], verdict(WON, 1, 15, None));
+        assert!(!passes(&[
+            first.clone(),
+            claim("b", [10, 20], verdict(WON, 1, 15, None))
+        ]));
+        assert!(passes(&[
+            first,
+            claim("b", [1100, 1120], verdict(WON, 2, 1110, None))
+        ]));
+    }
+
+    #[test]
+    fn a_lease_is_judged_by_the_time_of_the_call() {
+        let first = claim("a", [10, 20], verdict(WON, 1, 15, None));
+        let second = |times| claim("b", times, verdict(WON, 2, 1015, None));
+        assert!(passes(&[first.clone(), second([1000, 1020])]));
+        assert!(!passes(&[first.clone(), second([1000, 1010])]));
+        // It says another time than it can have seen.
+        assert!(!passes(&[
+            first,
+            claim("b", [1100, 1120], verdict(WON, 2, 5000, None))
+        ]));
+    }
+}

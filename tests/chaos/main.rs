@@ -21,7 +21,7 @@ mod verify;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use callers::Clients;
 use helpers::database::Backend;
@@ -34,7 +34,7 @@ use verify::{Findings, verify};
 static TURN: Mutex<()> = Mutex::new(());
 
 /// How long a run takes where nobody says.
-const SECONDS: u64 = 20;
+const SECONDS: u64 = 10;
 
 fn setting(name: &str, default: u64) -> u64 {
     std::env::var(name).map_or(default, |text| text.parse().unwrap())
@@ -113,4 +113,42 @@ fn a_history_on_postgres_is_linearizable() {
 #[test]
 fn a_history_on_sqlite_is_linearizable() {
     is_healthy(Backend::Sqlite);
+}
+
+/// How long a run takes in which a planted fault is to be found, and how many of them it may take.
+const ROUND: Duration = Duration::from_secs(3);
+const ROUNDS: u64 = 8;
+
+/// Runs the service with a planted fault until that is found, on both stores.
+fn is_found(fault: &'static str) {
+    let _turn = TURN.lock();
+    let program = Program::faulty(fault);
+    let first = setting("SEED", 2041);
+    for backend in Backend::ALL {
+        let mut stage = Stage::new(backend, &program);
+        let begun = Instant::now();
+        let found = (first..first + ROUNDS).find_map(|seed| {
+            let (findings, _) = run(&mut stage, seed, ROUND);
+            let first = findings.wrong.into_iter().next();
+            first.map(|found| (seed, found))
+        });
+        let (seed, found) = found.unwrap_or_else(|| panic!("{fault} is not found on {backend:?}"));
+        let seconds = begun.elapsed().as_secs_f32();
+        println!("{fault} on {backend:?}: found after {seconds:.1} s, SEED={seed}\n{found}");
+    }
+}
+
+#[test]
+fn a_report_that_settles_whatever_its_attempt_is_found() {
+    is_found("attempt-not-compared");
+}
+
+#[test]
+fn a_repeat_that_is_not_recognised_is_found() {
+    is_found("repeat-not-recognised");
+}
+
+#[test]
+fn a_take_over_that_does_not_raise_the_attempt_is_found() {
+    is_found("attempt-not-raised");
 }

@@ -72,7 +72,7 @@ pub(crate) fn break_network(proxies: &[Proxy], seed: u64, is_over: &AtomicBool) 
         };
         proxy.set(Weather::Fair);
         *injected.entry(name).or_default() += 1;
-        pauses.pause(50, 400);
+        pauses.pause(100, 800);
     }
     injected
 }
@@ -125,7 +125,7 @@ pub(crate) fn break_parts(
         &ON_SQLITE
     };
     loop {
-        pauses.pause(150, 900);
+        pauses.pause(300, 1200);
         if is_over.load(Ordering::SeqCst) {
             return injected;
         }

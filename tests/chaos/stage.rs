@@ -5,6 +5,7 @@ use std::process::Command;
 use std::sync::Arc;
 use std::time::Duration;
 
+use chrono::{DateTime, TimeDelta, Utc};
 use tempfile::TempDir;
 
 use super::helpers::database::{Backend, Database};
@@ -140,7 +141,8 @@ impl Replica {
             .env_clear()
             .env("DATABASE_URL", &self.database.url)
             .env("LISTEN", format!("127.0.0.1:{}", self.port))
-            .env("DATABASE_WAIT", "60");
+            .env("DATABASE_WAIT", "60")
+            .env("RUST_LOG", "info,actix_server=warn");
         if let Some(fault) = self.program.fault {
             command.env("PLANTED_FAULT", fault);
         }
@@ -172,6 +174,13 @@ impl Replica {
     /// What the process has logged since it was started.
     fn log(&self) -> String {
         self.service.as_ref().map(Service::log).unwrap_or_default()
+    }
+
+    /// How far the replica's clock is ahead of the machine's, by what it writes into its replies.
+    fn is_ahead(&self) -> TimeDelta {
+        let reply = self.direct().get("/health");
+        let date = reply.headers["date"].to_str().unwrap();
+        DateTime::parse_from_rfc2822(date).unwrap().to_utc() - Utc::now()
     }
 
     /// A client beside the network.
@@ -234,6 +243,10 @@ impl Stage {
         let fronts: Vec<Proxy> = fronts.collect();
         stage.network.splice(0..0, fronts);
         stage.replicas.iter_mut().for_each(Replica::start);
+        for replica in &stage.replicas {
+            let is_shifted = replica.is_ahead() > TimeDelta::hours(1);
+            assert_eq!(is_shifted, replica.clock.is_some(), "libfaketime works");
+        }
         stage
     }
 
