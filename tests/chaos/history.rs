@@ -16,7 +16,7 @@ use serde_json::{Value, json};
 use super::helpers::service::{Client, encoded};
 
 /// What is asked of the service, in the words of its own rules.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, PartialEq)]
 pub(crate) enum Request {
     /// A claim, and the payload of which it holds the digest.
     Claim(Claim, Option<Value>),

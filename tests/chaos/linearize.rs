@@ -10,9 +10,9 @@ use std::collections::HashSet;
 use chrono::{SubsecRound, TimeDelta};
 use dedup_gate::api::problem::{Problem, ProblemReply};
 use dedup_gate::domain::Time;
-use dedup_gate::domain::act::act;
-use dedup_gate::domain::claim::{Change, decide};
-use dedup_gate::domain::ledger::{Event, KeyState, Refusal, Status};
+use dedup_gate::domain::act::{Act, act};
+use dedup_gate::domain::claim::{Change, DEFAULT_LEASE_SECONDS, decide};
+use dedup_gate::domain::ledger::{Event, KeyState, Refusal, Status, seconds};
 use serde_json::Value;
 
 use super::history::{Call, Heard, Request};
@@ -276,13 +276,11 @@ fn instants(calls: &[Call]) -> Vec<Time> {
         .iter()
         .filter_map(|call| match &call.request {
             Request::Claim(claim, _) => claim.pending,
-            Request::Act(dedup_gate::domain::act::Act::Renewal(renewal)) => {
-                Some(renewal.lease_seconds)
-            }
+            Request::Act(Act::Renewal(renewal)) => Some(renewal.lease_seconds),
             _ => None,
         })
         .collect();
-    leases.push(dedup_gate::domain::claim::DEFAULT_LEASE_SECONDS);
+    leases.push(DEFAULT_LEASE_SECONDS);
     leases.sort_unstable();
     leases.dedup();
     let mut instants = Vec::new();
@@ -299,9 +297,7 @@ fn instants(calls: &[Call]) -> Vec<Time> {
                 .filter_map(|event| time(&event.0["at"])),
         );
         if let Some(end) = time(&body["lease_expires_at"]) {
-            let begun = leases
-                .iter()
-                .map(|&lease| end - TimeDelta::seconds(lease.into()));
+            let begun = leases.iter().map(|&lease| end - seconds(lease));
             instants.extend(begun);
         }
     }
@@ -352,8 +348,14 @@ impl Search<'_> {
             return Some(false);
         }
         for index in free {
+            let done = done | bit(index);
+            let attempt_ahead = self.attempt_ahead(done);
             for next in self.outcomes(index, &model)? {
-                if next != model && self.explains(done | bit(index), next)? {
+                let attempt = next.state.as_ref().map_or(0, |state| state.attempt);
+                if next != model
+                    && u64::from(attempt) <= attempt_ahead
+                    && self.explains(done, next)?
+                {
                     return Some(true);
                 }
             }
@@ -366,7 +368,8 @@ impl Search<'_> {
     }
 
     /// The calls that may come next: they had begun before any other one was over. Those that are
-    /// answered first, by their ends; the others need never come.
+    /// answered first, by their ends; the others need never come. Where the same was sent again and
+    /// again without an answer, the first of them may do whatever a later one may.
     fn free(&self, done: u128) -> Vec<usize> {
         let left = (0..self.calls.len()).filter(|&index| done & bit(index) == 0);
         let first_end = left
@@ -374,11 +377,26 @@ impl Search<'_> {
             .filter(|&index| self.is_answered(index))
             .map(|index| self.calls[index].returned.order)
             .min();
-        let mut free: Vec<usize> = left
-            .filter(|&index| first_end.is_none_or(|end| self.calls[index].invoked.order < end))
-            .collect();
+        let mut free: Vec<usize> = Vec::new();
+        for index in left {
+            let has_begun = first_end.is_none_or(|end| self.calls[index].invoked.order < end);
+            let is_same = |&other: &usize| {
+                !self.is_answered(other) && self.calls[other].request == self.calls[index].request
+            };
+            if has_begun && (self.is_answered(index) || !free.iter().any(is_same)) {
+                free.push(index);
+            }
+        }
         free.sort_by_key(|&index| (!self.is_answered(index), self.calls[index].returned.order));
         free
+    }
+
+    /// The lowest attempt that an answer names which is still to be explained: attempts never go back.
+    fn attempt_ahead(&self, done: u128) -> u64 {
+        let left = (0..self.calls.len()).filter(|&index| done & bit(index) == 0);
+        let answers = left.filter_map(|index| self.calls[index].answer.as_ref().ok());
+        let attempts = answers.filter_map(|heard| heard.body["attempt"].as_u64());
+        attempts.min().unwrap_or(u64::MAX)
     }
 
     /// What a call may have led to from here, at any time that it may have seen.
@@ -416,7 +434,7 @@ impl Search<'_> {
     }
 
     /// The times that a call may have seen, as far as they differ in what they lead to: its beginning
-    /// and its end, those that replies tell, and both sides of the ends of lease and window.
+    /// and its end, those that replies tell, and both sides of where an answer turns.
     fn times(&self, call: &Call, model: &Model) -> Vec<Time> {
         let first = call.invoked.at.trunc_subsecs(3) - PRECISION;
         let last = match call.answer {
@@ -424,14 +442,17 @@ impl Search<'_> {
             Err(_) => self.end.unwrap_or(call.returned.at),
         };
         let state = model.state.as_ref();
-        let ends = [
-            state.and_then(KeyState::lease_expires_at),
-            state.and_then(|state| state.expires_at),
-        ];
-        let sides = ends
-            .into_iter()
-            .flatten()
-            .flat_map(|end| [end - PRECISION, end]);
+        let lease_ends = state.and_then(KeyState::lease_expires_at);
+        let window_ends = state.and_then(|state| state.expires_at);
+        // From then on, a renewal makes the lease longer.
+        let renewable = match &call.request {
+            Request::Act(Act::Renewal(renewal)) => {
+                lease_ends.map(|end| end - seconds(renewal.lease_seconds) + PRECISION)
+            }
+            _ => None,
+        };
+        let turns = [lease_ends, window_ends, renewable].into_iter().flatten();
+        let sides = turns.flat_map(|turn| [turn - PRECISION, turn]);
         let mut times: Vec<Time> = sides.chain(self.instants.iter().copied()).collect();
         times.retain(|time| (first..=last).contains(time));
         times.extend([first, last.trunc_subsecs(3)]);
@@ -582,5 +603,34 @@ mod tests {
             first,
             claim("b", [1100, 1120], verdict(WON, 2, 5000, None))
         ]));
+    }
+
+    /// Each of them may have won, at any time since, or again once the window had passed.
+    #[test]
+    fn many_lost_replies_take_no_more_steps_than_there_are() {
+        let windowed = |mut call: Call| {
+            if let Request::Claim(claim, _) = &mut call.request {
+                claim.ttl_seconds = Some(1);
+                claim.pending = None;
+            }
+            call
+        };
+        let mut calls: Vec<Call> = (0..40)
+            .map(|turn| {
+                let begun = 100 * turn;
+                let claimant = ["b", "c", "d", "e"][usize::try_from(turn % 4).unwrap()];
+                windowed(claim(claimant, [begun, begun + 50], Err("timed out")))
+            })
+            .collect();
+        let mut entry = |attempt: u32, since: i64, times| {
+            let mut heard = verdict(AGAIN, attempt, since, None).unwrap();
+            heard["status"] = "claimed".into();
+            heard["lease_expires_at"] = Value::Null;
+            calls.push(windowed(claim("a", times, Ok(heard))));
+        };
+        entry(2, 3900, [4000, 4010]);
+        calls.push(windowed(claim("a", [3, 4], Err("timed out"))));
+        calls.sort_by_key(|call| call.invoked.order);
+        assert!(passes(&calls));
     }
 }

@@ -34,7 +34,7 @@ use verify::{Findings, verify};
 static TURN: Mutex<()> = Mutex::new(());
 
 /// How long a run takes where nobody says.
-const SECONDS: u64 = 10;
+const SECONDS: u64 = 8;
 
 fn setting(name: &str, default: u64) -> u64 {
     std::env::var(name).map_or(default, |text| text.parse().unwrap())
@@ -116,8 +116,8 @@ fn a_history_on_sqlite_is_linearizable() {
 }
 
 /// How long a run takes in which a planted fault is to be found, and how many of them it may take.
-const ROUND: Duration = Duration::from_secs(3);
-const ROUNDS: u64 = 8;
+const ROUND: Duration = Duration::from_secs(2);
+const ROUNDS: u64 = 10;
 
 /// Runs the service with a planted fault until that is found, on both stores.
 fn is_found(fault: &'static str) {

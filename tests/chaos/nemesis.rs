@@ -15,7 +15,7 @@ use super::proxy::{Proxy, Weather};
 use super::stage::Replica;
 
 /// How often each fault was injected.
-pub(crate) type Injected = BTreeMap<&'static str, usize>;
+pub(crate) type Injected = BTreeMap<String, usize>;
 
 /// Waits, but not for longer than the run takes.
 struct Pauses<'a> {
@@ -71,6 +71,7 @@ pub(crate) fn break_network(proxies: &[Proxy], seed: u64, is_over: &AtomicBool) 
             }
         };
         proxy.set(Weather::Fair);
+        let name = format!("{name} between {}", proxy.between);
         *injected.entry(name).or_default() += 1;
         pauses.pause(100, 800);
     }
@@ -130,84 +131,68 @@ pub(crate) fn break_parts(
             return injected;
         }
         let fault = *pauses.random.one_of(faults);
-        let name = match (fault, postgres) {
+        let (name, is_injected) = match (fault, postgres) {
             (Fault::Restart, Some(postgres)) => {
                 postgres.end("QUIT");
                 pauses.pause(0, 1000);
                 postgres.start_again();
-                "Postgres restarted (immediate)"
+                ("Postgres restarted (immediate)", true)
             }
             (Fault::Fill, Some(_)) => {
                 let taken: Vec<PgConnection> =
                     std::iter::from_fn(|| PgConnection::establish(&database.url).ok()).collect();
                 pauses.pause(300, 2500);
-                drop(taken);
-                "connections of Postgres used up"
+                ("connections of Postgres used up", !taken.is_empty())
             }
             (Fault::LockRows, Some(_)) => {
                 let rows = "SELECT idempotency_key FROM processed_orders \
                     ORDER BY processed_at DESC LIMIT 20 FOR UPDATE";
-                hold(
-                    &mut pauses,
-                    PgConnection::establish(&database.url),
-                    "BEGIN",
-                    rows,
-                );
-                "rows locked"
+                let server = PgConnection::establish(&database.url);
+                ("rows locked", hold(&mut pauses, server, "BEGIN", rows))
             }
             (Fault::LockTable, Some(_)) => {
-                let table =
-                    *pauses
-                        .random
-                        .one_of(&["processed_orders", "run_ledger", "run_history"]);
+                let tables = ["processed_orders", "run_ledger", "run_history"];
+                let table = *pauses.random.one_of(&tables);
                 let lock = format!("LOCK TABLE {table} IN EXCLUSIVE MODE");
-                hold(
-                    &mut pauses,
-                    PgConnection::establish(&database.url),
-                    "BEGIN",
-                    &lock,
-                );
-                "a table locked"
+                let server = PgConnection::establish(&database.url);
+                ("a table locked", hold(&mut pauses, server, "BEGIN", &lock))
             }
             (Fault::LockTable, None) => {
+                let patience = "PRAGMA busy_timeout = 1000";
                 let file = SqliteConnection::establish(&database.path());
-                hold(
-                    &mut pauses,
-                    file,
-                    "PRAGMA busy_timeout = 1000",
-                    "BEGIN IMMEDIATE",
-                );
-                "the file locked"
+                let is_held = hold(&mut pauses, file, patience, "BEGIN IMMEDIATE");
+                ("the file locked", is_held)
             }
             (Fault::Clock, Some(_)) => {
-                let hours = pauses.random.below(200);
-                let hours = i32::try_from(hours).unwrap() - 100;
-                replicas
-                    .iter()
-                    .for_each(|replica| replica.shift_clock(hours));
-                "a replica's clock shifted"
+                let hours = i32::try_from(pauses.random.below(200)).unwrap() - 100;
+                for replica in &*replicas {
+                    replica.shift_clock(hours);
+                }
+                ("a replica's clock shifted", true)
             }
             _ => {
                 let which = pauses.random.below(replicas.len());
                 replicas[which].kill();
                 pauses.pause(0, 500);
                 replicas[which].start();
-                "a replica killed (-9)"
+                ("a replica killed (-9)", true)
             }
         };
-        *injected.entry(name).or_default() += 1;
+        if is_injected {
+            *injected.entry(name.to_owned()).or_default() += 1;
+        }
     }
 }
 
-/// Takes a lock, and holds it for a while. Where it cannot be had, that is no fault but luck.
+/// Takes a lock, and holds it for a while; whether it could be had.
 fn hold<C: SimpleConnection>(
     pauses: &mut Pauses<'_>,
     connection: Result<C, diesel::ConnectionError>,
     begin: &str,
     lock: &str,
-) {
+) -> bool {
     let Ok(mut connection) = connection else {
-        return;
+        return false;
     };
     let locked = connection
         .batch_execute(begin)
@@ -215,4 +200,5 @@ fn hold<C: SimpleConnection>(
     if locked.is_ok() {
         pauses.pause(100, 2500);
     }
+    locked.is_ok()
 }

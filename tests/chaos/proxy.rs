@@ -21,6 +21,8 @@ pub(crate) enum Weather {
 
 /// A proxy on 127.0.0.1. It ends with the test.
 pub(crate) struct Proxy {
+    /// Which parts it stands between.
+    pub(crate) between: &'static str,
     pub(crate) port: u16,
     network: Arc<Network>,
 }
@@ -40,7 +42,7 @@ struct State {
 
 impl Proxy {
     /// Listens on a free port, for what listens on `upstream`.
-    pub(crate) fn start(upstream: u16) -> Self {
+    pub(crate) fn start(between: &'static str, upstream: u16) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let port = listener.local_addr().unwrap().port();
         let network = Arc::new(Network {
@@ -66,7 +68,11 @@ impl Proxy {
                 }
             }
         });
-        Self { port, network }
+        Self {
+            between,
+            port,
+            network,
+        }
     }
 
     pub(crate) fn set(&self, weather: Weather) {

@@ -212,7 +212,8 @@ impl Stage {
         let mut stage = match backend {
             Backend::Postgres => {
                 let postgres = Postgres::start(&[MAX_CONNECTIONS]);
-                let behind = [(); 2].map(|()| Proxy::start(postgres.port()));
+                let between = "replica and Postgres";
+                let behind = [(); 2].map(|()| Proxy::start(between, postgres.port()));
                 let mut replicas: Vec<Replica> = behind
                     .iter()
                     .map(|proxy| format!("postgres://postgres@127.0.0.1:{}/gate", proxy.port))
@@ -239,7 +240,7 @@ impl Stage {
         let fronts = stage
             .replicas
             .iter()
-            .map(|replica| Proxy::start(replica.port));
+            .map(|replica| Proxy::start("callers and replica", replica.port));
         let fronts: Vec<Proxy> = fronts.collect();
         stage.network.splice(0..0, fronts);
         stage.replicas.iter_mut().for_each(Replica::start);
