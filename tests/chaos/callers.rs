@@ -151,6 +151,11 @@ impl<'a> Execution<'a> {
         thread::sleep(Duration::from_millis(millis as u64));
     }
 
+    /// Whether something happens that does so this often in a hundred.
+    fn percent(&mut self, often: usize) -> bool {
+        self.random.below(100) < often
+    }
+
     /// Calls once, at any replica; none where there is no answer.
     fn call(&mut self, request: &Request) -> Option<Heard> {
         self.left = self.left.checked_sub(1)?;
@@ -167,7 +172,7 @@ impl<'a> Execution<'a> {
         for _ in 0..tries {
             heard = self.call(request);
             match &heard {
-                Some(heard) if heard.status == 200 || self.random.percent(70) => break,
+                Some(heard) if heard.status == 200 || self.percent(70) => break,
                 _ => self.pause(10, 120),
             }
         }
@@ -188,7 +193,7 @@ impl<'a> Execution<'a> {
             _ if self.number == 0 => {}
             _ => self.pause(0, 1500),
         }
-        let holder = (!self.random.percent(5)).then(|| self.holder());
+        let holder = (!self.percent(5)).then(|| self.holder());
         let claim = self.claim(holder.clone());
         let Some(mut verdict) = self.ask(&claim) else {
             // It may have won. Nobody knows, and it goes on like one that has not.
@@ -198,12 +203,12 @@ impl<'a> Execution<'a> {
             return;
         }
         if verdict.body["claimed"] != true {
-            if self.random.percent(20) {
+            if self.percent(20) {
                 self.call(&Request::Read(self.key.clone()));
             }
             return self.repeat(&claim, 20);
         }
-        if self.kind == Kind::Gate && self.random.percent(50) {
+        if self.kind == Kind::Gate && self.percent(50) {
             let opening = self.opening(holder.clone());
             match self.ask(&opening) {
                 Some(opened) if opened.body["claimed"] == true => verdict = opened,
@@ -216,77 +221,97 @@ impl<'a> Execution<'a> {
         self.carry_out(&claim, holder, attempt);
     }
 
+    /// Does the work of an attempt, and says so; or does not.
     fn carry_out(&mut self, claim: &Request, holder: Option<Holder>, attempt: Option<u32>) {
         match self.random.below(10) {
             0..6 => self.pause(0, 30),
             6..8 => self.pause(30, 400),
             _ => self.pause(900, 2200),
         }
-        if self.random.percent(15) {
-            let by_claimant = holder.is_some() && self.random.percent(30);
+        if self.percent(15) {
+            let (attempt, holder) = self.named(attempt, &holder);
             let renewal = Request::Act(Act::Renewal(Renewal {
                 key: self.key.clone(),
-                attempt: (!by_claimant).then_some(attempt).flatten(),
-                holder: by_claimant.then(|| holder.clone()).flatten(),
+                attempt,
+                holder,
                 lease_seconds: self.lease(),
             }));
             self.ask(&renewal);
         }
         // It dies before it has done anything.
-        if self.random.percent(5) {
+        if self.percent(5) {
             return;
         }
-        let is_done = self.random.percent(70);
+        let is_done = self.percent(70);
         if is_done {
             self.record.effect(self.key.as_str(), &self.name);
         }
         // It dies before it could say so.
-        if self.random.percent(5) {
+        if self.percent(5) {
             return;
         }
-        let by_claimant = holder.is_some() && is_done && self.random.percent(10);
+        let (outcome, (attempt, holder)) = if is_done {
+            (self.done(), self.named(attempt, &holder))
+        } else {
+            // Here the attempt is required.
+            (self.failed(), (attempt, None))
+        };
         let report = |outcome| {
             Request::Act(Act::Report(Report {
                 key: self.key.clone(),
-                attempt: (!by_claimant).then_some(attempt).flatten(),
-                holder: by_claimant.then(|| holder.clone()).flatten(),
+                attempt,
+                holder: holder.clone(),
                 outcome,
             }))
         };
-        let external_id = format!("charge-{}", self.name);
-        let done = |external_id| {
-            report(Outcome::Done {
-                external_id,
-                result: Some(json!({"by": self.name})),
-            })
-        };
-        let (first, second) = if is_done {
-            let named = done(Some(external_id));
-            // Some learn the id later.
-            let first = if self.random.below(10) == 0 {
-                done(None)
-            } else {
-                named.clone()
-            };
-            (first, named)
-        } else {
-            let failed = report(Outcome::Failed {
-                reason: Some("declined".to_owned()),
-                retry: !self.random.below(6).eq(&0),
-            });
-            (failed.clone(), failed)
-        };
+        let mut first = report(outcome.clone());
+        let again = report(outcome);
+        // Some learn the id only later.
+        if let Request::Act(Act::Report(Report {
+            outcome: Outcome::Done { external_id, .. },
+            ..
+        })) = &mut first
+            && self.percent(10)
+        {
+            *external_id = None;
+        }
         self.ask(&first);
-        if self.random.percent(25) {
+        if self.percent(25) {
             self.pause(0, 500);
-            self.call(&second);
+            self.call(&again);
         }
         self.repeat(claim, 15);
     }
 
+    /// What a report names: mostly the attempt, as it should; sometimes the claimant.
+    fn named(
+        &mut self,
+        attempt: Option<u32>,
+        holder: &Option<Holder>,
+    ) -> (Option<u32>, Option<Holder>) {
+        match holder {
+            Some(holder) if self.percent(15) => (None, Some(holder.clone())),
+            _ => (attempt, None),
+        }
+    }
+
+    fn done(&self) -> Outcome {
+        Outcome::Done {
+            external_id: Some(format!("charge-{}", self.name)),
+            result: Some(json!({"by": self.name})),
+        }
+    }
+
+    fn failed(&mut self) -> Outcome {
+        Outcome::Failed {
+            reason: Some("declined".to_owned()),
+            retry: self.percent(85),
+        }
+    }
+
     /// Sends a call once more, late: it was on its way for so long.
     fn repeat(&mut self, request: &Request, often: usize) {
-        if self.random.percent(often) {
+        if self.percent(often) {
             self.pause(0, 1200);
             self.call(request);
         }
@@ -306,7 +331,7 @@ impl<'a> Execution<'a> {
         let is_pending = match self.kind {
             Kind::Hold | Kind::TakeOver => true,
             Kind::Gate => false,
-            Kind::Window | Kind::Operated => self.random.percent(60),
+            Kind::Window | Kind::Operated => self.percent(60),
         };
         Request::Claim(
             Claim {

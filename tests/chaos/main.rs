@@ -68,12 +68,9 @@ fn run(stage: &mut Stage, seed: u64, duration: Duration) -> (Findings, Injected)
     (verify(&record, &clients, &stage.database), injected)
 }
 
-fn print(backend: Backend, seed: u64, findings: &Findings, injected: &Injected) {
+fn print(findings: &Findings, injected: &Injected) {
     let calls: usize = findings.calls.values().sum();
-    println!(
-        "{backend:?}, SEED={seed}: {calls} calls for {} keys",
-        findings.keys
-    );
+    println!("{calls} calls for {} keys", findings.keys);
     for (outcome, count) in &findings.calls {
         println!("  {count:>7} {outcome}");
     }
@@ -92,9 +89,10 @@ fn is_healthy(backend: Backend) {
     let _turn = TURN.lock();
     let seed = setting("SEED", 2041);
     let duration = Duration::from_secs(setting("CHAOS_SECONDS", SECONDS));
+    println!("{backend:?}, SEED={seed}, {} s", duration.as_secs());
     let mut stage = Stage::new(backend, &Program::healthy());
     let (findings, injected) = run(&mut stage, seed, duration);
-    print(backend, seed, &findings, &injected);
+    print(&findings, &injected);
     let wrong = &findings.wrong;
     assert!(
         wrong.is_empty(),

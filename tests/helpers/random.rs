@@ -28,11 +28,6 @@ impl Random {
         usize::try_from(self.bits() % end as u64).unwrap()
     }
 
-    /// Whether something happens that does so this often in a hundred.
-    pub(crate) fn percent(&mut self, often: usize) -> bool {
-        self.below(100) < often
-    }
-
     /// One of these.
     pub(crate) fn one_of<'a, T>(&mut self, choices: &'a [T]) -> &'a T {
         &choices[self.below(choices.len())]
