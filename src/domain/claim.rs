@@ -8,6 +8,8 @@ use serde_json::Value;
 
 use super::Time;
 use super::ledger::{After, Event, Happening, Holder, KeyState, Phase, Status, seconds};
+#[cfg(feature = "planted-faults")]
+use super::planted;
 use super::text::IdempotencyKey;
 
 /// How long a pending claim is believed to be alive where the caller does not say, in seconds.
@@ -127,6 +129,8 @@ pub fn decide(
         return Err(KeyReused);
     }
     let is_holder = claim.holder.is_some() && claim.holder == state.holder;
+    #[cfg(feature = "planted-faults")]
+    let is_holder = is_holder && !planted::is(planted::Fault::RepeatNotRecognised);
     let opens = claim.door == Door::Ledger && state.phase == Phase::Claimed;
     // The first opening knows its holder however late it comes.
     if is_holder && (opens || now - state.recognised_from < replay_window) {
@@ -178,12 +182,18 @@ fn first_claim(claim: &Claim, now: Time) -> Decision {
 fn claim_anew(state: &KeyState, claim: &Claim, after: After, now: Time) -> Decision {
     // As if it had never been claimed, but for the attempt.
     let is_free = matches!(after, After::Window | After::Reset);
+    let attempt = state.attempt + 1;
+    #[cfg(feature = "planted-faults")]
+    let attempt = match after {
+        After::Stale if planted::is(planted::Fault::AttemptNotRaised) => state.attempt,
+        _ => attempt,
+    };
     let next = KeyState {
         order_id: claim
             .order_id
             .clone()
             .unwrap_or_else(|| state.order_id.clone()),
-        attempt: state.attempt + 1,
+        attempt,
         holder: claim.holder.clone(),
         processed_at: now,
         recognised_from: now,

@@ -4,6 +4,8 @@ use chrono::TimeDelta;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
+#[cfg(feature = "planted-faults")]
+use super::planted;
 use super::text::IdempotencyKey;
 use super::{Time, rfc3339};
 
@@ -598,7 +600,10 @@ fn refusal(state: &KeyState, report: &Report) -> Option<Refusal> {
     if is_done && matches!(state.phase, Phase::Failed { .. }) {
         return None;
     }
-    if report.attempt.is_some_and(|attempt| attempt < current) {
+    let is_superseded = report.attempt.is_some_and(|attempt| attempt < current);
+    #[cfg(feature = "planted-faults")]
+    let is_superseded = is_superseded && !planted::is(planted::Fault::AttemptNotCompared);
+    if is_superseded {
         return Some(Refusal::Superseded { current });
     }
     if matches!(state.phase, Phase::Reset { .. }) {

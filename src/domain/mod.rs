@@ -5,6 +5,8 @@ pub mod claim;
 pub mod json;
 pub mod key;
 pub mod ledger;
+#[cfg(feature = "planted-faults")]
+pub mod planted;
 pub mod retry;
 pub mod rfc3339;
 pub mod text;

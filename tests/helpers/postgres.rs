@@ -110,6 +110,8 @@ impl Postgres {
                 "--username=postgres",
                 "--encoding=UTF8",
                 "--no-locale",
+                // Processes are killed here, and the machine never: its cache keeps what is written.
+                "--no-sync",
             ])
             .arg("-D")
             .arg(&data));

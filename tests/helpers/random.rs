@@ -8,6 +8,11 @@ impl Random {
     pub(crate) fn new() -> Self {
         let seed = std::env::var("SEED").map_or(2041, |seed| seed.parse().unwrap());
         println!("SEED={seed}");
+        Self::of(seed)
+    }
+
+    /// Begins at this seed.
+    pub(crate) fn of(seed: u64) -> Self {
         Self(seed)
     }
 
