@@ -7,7 +7,7 @@
 //! they wait for no claim.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -27,6 +27,9 @@ use crate::store::{Acted, Backlog, Entry, Filter, Page, Removed, Store, StoreErr
 /// three seconds.
 const DEADLINE: Duration = Duration::from_millis(2500);
 
+/// A lane that is at one batch for so long hangs: the store ends what takes longer than two seconds.
+const HUNG: Duration = Duration::from_secs(5);
+
 /// How many callers may wait for the store outside the lanes of claims. What they send, or wait
 /// for, may be large.
 const QUEUE: usize = 512;
@@ -35,6 +38,7 @@ const QUEUE: usize = 512;
 pub struct Gate {
     store: Arc<dyn Store>,
     metrics: Arc<Metrics>,
+    busy: [Busy; 3],
     claims: Lane<Claim, Decided>,
     /// The second lane, which the first one fills.
     known: Lane<Claim, Decided>,
@@ -105,6 +109,7 @@ impl Gate {
             ("acts", "act_gathered"),
         ]
         .map(|(lane, operation)| Meter::new(&metrics, lane, operation));
+        let busy = meters.each_ref().map(|meter| Arc::clone(&meter.busy));
         let [of_new, of_known, of_acts] = meters;
         let [first, second, third] = [&store, &store, &store].map(Arc::clone);
         let [count_first, count_second] = [&metrics, &metrics].map(Arc::clone);
@@ -133,6 +138,7 @@ impl Gate {
         Self {
             store,
             metrics,
+            busy,
             claims,
             known,
             acts,
@@ -237,12 +243,19 @@ impl Gate {
         self.ask("remove", move |store| store.remove(&sweep)).await
     }
 
-    /// Whether the store can be reached.
+    /// Whether the store can be reached, and no lane hangs on it.
     ///
     /// # Errors
     ///
     /// It can not.
     pub async fn ready(&self) -> Result<(), GateError> {
+        let is_hung = |busy: &Busy| {
+            let since = *busy.lock().unwrap_or_else(PoisonError::into_inner);
+            since.is_some_and(|since| since.elapsed() > HUNG)
+        };
+        if self.busy.iter().any(is_hung) {
+            return Err(StoreError::Unavailable("a lane waits for it in vain".into()).into());
+        }
         self.ask("ready", |store| store.ready()).await
     }
 
@@ -319,10 +332,14 @@ impl Gate {
     }
 }
 
+/// Since when a lane has been deciding a batch; none while it waits for one.
+type Busy = Arc<Mutex<Option<Instant>>>;
+
 /// What is measured of a lane's batches.
 struct Meter {
     sizes: Histogram,
     seconds: Histogram,
+    busy: Busy,
 }
 
 impl Meter {
@@ -330,6 +347,7 @@ impl Meter {
         Self {
             sizes: metrics.batch_sizes(lane),
             seconds: metrics.store_seconds(operation),
+            busy: Busy::default(),
         }
     }
 
@@ -337,6 +355,10 @@ impl Meter {
         #[expect(clippy::cast_precision_loss, reason = "a batch has 1,000 at most")]
         self.sizes.observe(size as f64);
         self.seconds.observe_closure_duration(decide)
+    }
+
+    fn set_busy(&self, since: Option<Instant>) {
+        *self.busy.lock().unwrap_or_else(PoisonError::into_inner) = since;
     }
 }
 
@@ -372,12 +394,14 @@ fn run_lane<Q, A>(
         if questions.is_empty() {
             continue;
         }
+        meter.set_busy(Some(now));
         // A panic must not end the lane. Nobody knows what has happened before it.
         let decide = || meter.observe(questions.len(), || decide(&questions));
         let decided = catch_unwind(AssertUnwindSafe(decide)).unwrap_or_else(|_| {
             let panicked = || StoreError::CommitLost("the store has panicked".into());
             questions.iter().map(|_| Err(panicked())).collect()
         });
+        meter.set_busy(None);
         for ((question, asker), decided) in questions.into_iter().zip(askers).zip(decided) {
             let answer = match decided {
                 Ok(Some(decided)) => Answer::Decided(Ok(decided)),

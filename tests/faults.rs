@@ -63,6 +63,34 @@ fn postgres_is_halted() {
 }
 
 /// A transaction of somebody else's that is left open on one key does not stop the others.
+/// One session of the server hangs, which the network does not show: whoever goes by readiness is told.
+#[test]
+fn a_session_that_hangs_is_shown() {
+    let service = Service::start(Backend::Postgres);
+    service.claim(json!({"idempotency_key": "before", "claimant": "a"}));
+    let lane = "SELECT pid FROM pg_stat_activity WHERE datname = current_database() \
+        AND query LIKE 'INSERT INTO processed_orders%'";
+    let session = service.database.sql(lane);
+    let signal = |name: &str| {
+        let status = Command::new("kill").args([name, &session]).status();
+        assert!(status.unwrap().success());
+    };
+    signal("-STOP");
+    let client = service.with_timeout(PROMISE);
+    let claim = json!({"idempotency_key": "k", "claimant": "a"});
+    assert_eq!(
+        client.post("/claim", &claim).problem(503),
+        "store_unavailable"
+    );
+    wait_until("it is not ready", || {
+        client.get("/health/ready").status == 503
+    });
+    // Other calls are answered.
+    assert_eq!(client.get("/ledger/before").status, 200);
+    signal("-CONT");
+    assert_recovers(&service, "k");
+}
+
 #[test]
 fn a_key_that_somebody_holds_locked_is_answered_in_time() {
     let service = Service::start(Backend::Postgres);

@@ -1,11 +1,14 @@
 //! Behind PgBouncer in transaction mode, where each transaction may be another session's.
 
+use std::process::Output;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use serde_json::json;
 
 use super::helpers::pgbouncer::PgBouncer;
 use super::helpers::postgres::{SHARED, psql};
+use super::helpers::service::run;
 use super::helpers::{Database, Service, wait_until};
 
 /// An empty database, and its name.
@@ -14,9 +17,10 @@ fn database(pooler: &PgBouncer, name: &str) -> Arc<Database> {
     Arc::new(Database::at(pooler.url(name)))
 }
 
+const FOUND: &str = "a pooler in transaction mode";
+
 #[test]
 fn it_is_found_out() {
-    const FOUND: &str = "a pooler in transaction mode";
     for (number, (mode, sessions, settings, found)) in [
         ("transaction", 1, "", true),
         ("transaction", 3, "", true),
@@ -45,6 +49,64 @@ fn it_is_found_out() {
     let direct = SHARED.create("pooler_found_none");
     let service = Service::start_on(Database::at(direct), &[]);
     assert!(!service.log().contains(FOUND));
+}
+
+/// Others use it at the same time, and take its sessions by turns.
+#[test]
+fn it_is_found_out_among_others() {
+    let pooler = PgBouncer::start(&SHARED, "transaction", 5, "server_round_robin = 1");
+    let database = database(&pooler, "pooler_busy");
+    let is_over = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        for _ in 0..6 {
+            scope.spawn(|| {
+                while !is_over.load(Ordering::Relaxed) {
+                    let _ = psql(&database.url, "SELECT 1");
+                }
+            });
+        }
+        let outputs: Vec<Output> = (0..10).map(|_| run(&database, &["migrate"], &[])).collect();
+        is_over.store(true, Ordering::Relaxed);
+        for output in outputs {
+            assert!(output.status.success(), "{output:?}");
+            assert!(String::from_utf8(output.stderr).unwrap().contains(FOUND));
+        }
+    });
+}
+
+/// It was one for sessions at the start. What was set for them is there no more, and that shows.
+#[test]
+fn it_is_found_out_later() {
+    let mut pooler = PgBouncer::start(&SHARED, "session", 20, "");
+    let database = database(&pooler, "pooler_later");
+    let service = Service::start_beside(database, &[]);
+    let claim = |number: usize| json!({"idempotency_key": format!("k-{number}"), "claimant": "a", "pending": number.is_multiple_of(2)});
+    service.claim(claim(0));
+    assert!(!service.log().contains(FOUND));
+    pooler.end();
+    pooler.set("pool_mode = session", "pool_mode = transaction");
+    pooler.set("default_pool_size = 20", "default_pool_size = 2");
+    pooler.start_again();
+    std::thread::scope(|scope| {
+        for part in 0..8 {
+            let (service, claim) = (&service, &claim);
+            scope.spawn(move || {
+                for number in (part..200).step_by(8) {
+                    wait_until("it is claimed", || {
+                        service.post("/claim", &claim(number)).status == 200
+                    });
+                    let report = json!({"idempotency_key": format!("k-{number}"), "attempt": 1});
+                    wait_until("it is done", || {
+                        service.post("/ledger/done", &report).status == 200
+                    });
+                }
+            });
+        }
+    });
+    assert!(service.log().contains(FOUND), "{}", service.log());
+    for number in 200..300 {
+        assert_eq!(service.claim(claim(number))["claimed"], true);
+    }
 }
 
 /// Others use the same sessions, and must find them as they left them.

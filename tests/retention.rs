@@ -256,6 +256,99 @@ fn what_is_in_use_is_left() {
     assert_eq!(purge(&service.database), "removed 2 keys\n");
 }
 
+/// Many of one time look as if they were over, and are not, or are in use: what comes behind them is
+/// removed, and the removal ends.
+#[test]
+fn a_removal_ends_whatever_stands_in_its_way() {
+    on_both(|service| {
+        let database = &service.database;
+        let fill = |prefix: &str, count: u32, time: &str| {
+            database.sql(&format!(
+                "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n WHERE i < {count}) \
+                 INSERT INTO processed_orders (idempotency_key, order_id, processed_at) \
+                 SELECT '{prefix}-' || i, 'x', {time} FROM n"
+            ));
+        };
+        let time = |text: &str| match database.backend {
+            Backend::Postgres => format!("TIMESTAMPTZ '{text}'"),
+            Backend::Sqlite => format!("'{text}'"),
+        };
+        // The gate was restored from a copy, while the ledger has what is under way.
+        fill("live", 700, &time("2020-01-01T00:00:00.000Z"));
+        let now = match database.backend {
+            Backend::Postgres => "now()",
+            Backend::Sqlite => "strftime('%Y-%m-%dT%H:%M:%fZ', 'now')",
+        };
+        database.sql(&format!(
+            "INSERT INTO run_ledger (idempotency_key, order_id, status, attempt, processed_at, recognised_from, \
+                 lease_expires_at, updated_at) \
+             SELECT idempotency_key, 'x', 'pending', 1, {now}, {now}, {now}, {now} FROM processed_orders"
+        ));
+        fill("old", 1, &time("2021-01-01T00:00:00.000Z"));
+        if database.backend == Backend::Postgres {
+            fill("never", 5001, "TIMESTAMPTZ '-infinity'");
+            database.sql("UPDATE processed_orders SET expires_at = 'infinity' WHERE idempotency_key LIKE 'never%'");
+        }
+        // One that nobody can read.
+        service.pending_key("unreadable", "a", 60);
+        done(service, "unreadable", "ch_1");
+        database.sql(&format!(
+            "UPDATE run_ledger SET result = '{{x', updated_at = {} WHERE idempotency_key = 'unreadable'",
+            time("2019-01-01T00:00:00.000Z")
+        ));
+        assert_eq!(purge(database), "removed 1 keys\n");
+        assert_eq!(service.get("/ledger/old-1").status, 404);
+        assert_eq!(database.sql("SELECT count(*) FROM run_ledger"), "701");
+    });
+}
+
+/// An entry whose row of the gate somebody has deleted is removed, while its key is claimed: the key is
+/// won by somebody, or was still known.
+#[test]
+fn an_entry_without_a_row_of_the_gate_is_removed_for_good() {
+    const KEYS: usize = 1000;
+    let service = Service::start(Backend::Postgres);
+    for round in 0..3 {
+        let name = |number: usize| format!("{round}-{number}");
+        service.database.sql(&format!(
+            "INSERT INTO run_ledger (idempotency_key, order_id, status, attempt, processed_at, recognised_from, updated_at) \
+             SELECT '{round}-' || i, 'x', 'done', 1, '2020-01-01', '2020-01-01', '2020-01-01' \
+             FROM generate_series(0, {KEYS} - 1) i"
+        ));
+        let turned_away: Vec<String> = std::thread::scope(|scope| {
+            let purge = scope.spawn(|| purge(&service.database));
+            let claimers: Vec<_> = (0..4)
+                .map(|part| {
+                    let (service, name) = (&service, &name);
+                    scope.spawn(move || {
+                        (part..KEYS)
+                            .step_by(4)
+                            .map(name)
+                            .filter(|key| {
+                                service.claim(json!({"idempotency_key": key}))["claimed"] == false
+                            })
+                            .collect::<Vec<_>>()
+                    })
+                })
+                .collect();
+            purge.join().unwrap();
+            claimers
+                .into_iter()
+                .flat_map(|claimer| claimer.join().unwrap())
+                .collect()
+        });
+        // Whoever was turned away was so by the entry that was there, and not by a claim of nobody's.
+        for key in turned_away {
+            let reply = service.get(&format!("/ledger/{key}"));
+            assert!(
+                reply.status == 404 || reply.body["status"] == "done",
+                "{}",
+                reply.body
+            );
+        }
+    }
+}
+
 #[test]
 fn settings_that_lose_keys_too_early_are_refused() {
     let database = Database::new(Backend::Sqlite);

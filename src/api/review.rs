@@ -84,7 +84,8 @@ pub struct ResetRequest {
 ///
 /// For a pending or stale entry, and for one that holds a `conflict`, which it clears. The decision
 /// stands in the history as `reviewed`. The `attempt` must be the current one, so that a late run and
-/// a reviewer cannot overwrite each other. A review that is known already changes nothing.
+/// a reviewer cannot overwrite each other. One that says word for word what an earlier one of the same
+/// attempt has said is taken for its repeat, and changes nothing: say what you have seen since.
 #[utoipa::path(post, path = "/ledger/review", tag = "ledger",
     request_body = ReviewRequest,
     responses((status = 200, description = "The entry", body = ReportReply)),
@@ -114,7 +115,8 @@ pub async fn review(body: JsonBody, gate: Data<Gate>) -> Result<Json<ReportReply
 ///
 /// A settled key, or one claimed at the gate alone, is free again: the next claim wins it, with the
 /// next attempt. Its history stays, and what its last attempt reports from now on is `superseded`.
-/// What is pending or stale, or holds a `conflict`, is to be reviewed first.
+/// What is pending or stale, or holds a `conflict`, is to be reviewed first. The same words of the same
+/// attempt are a repeat, and change nothing.
 #[utoipa::path(post, path = "/ledger/reset", tag = "ledger",
     request_body = ResetRequest,
     responses((status = 200, description = "The entry", body = ReportReply)),

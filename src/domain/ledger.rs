@@ -425,8 +425,12 @@ pub fn settle(state: &KeyState, history: &[Event], report: &Report, now: Time) -
         at: now,
         attempt,
         holder: report.holder.clone().or_else(|| {
-            // Who names the current attempt speaks for its holder.
-            state.holder.clone().filter(|_| attempt == state.attempt)
+            // Who names the current attempt, or the only one that there is, speaks for its holder.
+            let is_named = report.attempt.is_some() || state.attempt == 1;
+            state
+                .holder
+                .clone()
+                .filter(|_| is_named && attempt == state.attempt)
         }),
         happening,
     };
@@ -480,7 +484,7 @@ pub fn settle(state: &KeyState, history: &[Event], report: &Report, now: Time) -
                 external_id: external_id.clone(),
                 result: result.clone(),
             };
-            if is_known_conflict(history, attempt, report, external_id.as_ref()) {
+            if is_known_conflict(history, attempt, report, &refusal, external_id.as_ref()) {
                 return unchanged(Err(refusal));
             }
             let next = KeyState {
@@ -631,12 +635,29 @@ fn is_known_conflict(
     history: &[Event],
     attempt: u32,
     report: &Report,
+    refusal: &Refusal,
     reported: Option<&String>,
 ) -> bool {
+    let is_vague = |kind| {
+        matches!(
+            kind,
+            RefusalKind::AttemptAhead | RefusalKind::AttemptRequired
+        )
+    };
     history.iter().any(|event| {
+        let Happening::Conflict {
+            refused,
+            external_id,
+            ..
+        } = &event.happening
+        else {
+            return false;
+        };
         event.attempt == attempt
+            // What was refused for its attempt says nothing of what that attempt itself reports later.
+            && (*refused == refusal.kind() || !is_vague(*refused))
             && (report.holder.is_none() || event.holder == report.holder)
-            && matches!(&event.happening, Happening::Conflict { external_id, .. } if external_id.as_ref() == reported)
+            && external_id.as_ref() == reported
     })
 }
 

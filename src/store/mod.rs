@@ -238,16 +238,17 @@ impl Sweep {
     /// How many rows are looked at for one batch: what must stay lies between what may go.
     const SCANNED_FOR_EACH: u32 = 10;
 
-    /// The shortest time that both databases tell apart.
-    const TICK: TimeDelta = TimeDelta::milliseconds(1);
-
     fn scan(&self) -> i64 {
         i64::from(self.limit * Self::SCANNED_FOR_EACH)
     }
 
     /// Of the rows that were looked at, with the times of their changes and whether they are over, the keys
-    /// for this batch, and where the next one begins.
-    fn choose(&self, found: Vec<(String, Time, bool)>) -> (Vec<String>, Option<Time>) {
+    /// for this batch, and where the next one begins. `tick` is the shortest time that the database tells.
+    fn choose(
+        &self,
+        found: Vec<(String, Time, bool)>,
+        tick: TimeDelta,
+    ) -> (Vec<String>, Option<Time>) {
         let is_whole = (found.len() as i64) < self.scan();
         let first = found.first().map(|(_, at, _)| *at);
         let last = found.last().map(|(_, at, _)| *at);
@@ -263,11 +264,21 @@ impl Sweep {
             (None, Some(last)) if !is_whole => {
                 // More of one time than are looked at, and none of them over: they would be found again.
                 let is_stuck = keys.is_empty() && first == Some(last);
-                Some(if is_stuck { last + Self::TICK } else { last })
+                Some(if is_stuck { last + tick } else { last })
             }
             _ => None,
         };
         (keys.into_iter().map(|(key, _)| key).collect(), next)
+    }
+
+    /// What became of a batch. Where nothing was removed, since all that looked as if it were over is in use,
+    /// the next one goes on behind its time: it would find the same.
+    fn removed(&self, count: u64, next: Option<Time>, tick: TimeDelta) -> Removed {
+        let is_stuck = count == 0 && next.is_some() && next == self.from;
+        Removed {
+            count,
+            next: next.map(|next| if is_stuck { next + tick } else { next }),
+        }
     }
 }
 

@@ -80,6 +80,14 @@ impl PgBouncer {
         self.warden.wait().unwrap();
     }
 
+    /// Changes its settings, for when it is started again.
+    pub(crate) fn set(&self, from: &str, to: &str) {
+        let file = self.folder.path().join("pgbouncer.ini");
+        let text = std::fs::read_to_string(&file).unwrap();
+        assert!(text.contains(from), "{text}");
+        std::fs::write(&file, text.replace(from, to)).unwrap();
+    }
+
     /// Starts it again after [`Self::end`].
     pub(crate) fn start_again(&mut self) {
         self.warden = Self::guarded(&self.folder.path().join("pgbouncer.ini"));

@@ -1225,6 +1225,27 @@ mod refused_effects {
         assert_nothing_changes(&mut work, &report, Err(Refusal::NotHolder));
     }
 
+    /// Somebody named an attempt wrongly, or none; when that attempt reports itself, it is news.
+    #[test]
+    fn a_report_of_no_attempt_or_of_a_later_one_hides_no_effect_of_that_attempt() {
+        let vague = [
+            (retried(), done("ch_1")),
+            (under_way(), of(2, done("ch_1"))),
+        ];
+        for (mut work, report) in vague {
+            assert!(work.report(&report).is_err());
+            assert_ne!(work.last_event().holder, b(), "nobody said so");
+            work.state.conflict = false;
+            while work.state.attempt < 3 {
+                work.wait(LEASE + 1);
+                let next = if work.state.attempt == 1 { b() } else { c() };
+                work.claim_anew(&pending(next));
+            }
+            let refusal = Refusal::Superseded { current: 3 };
+            assert_conflict(&mut work, &of(2, done("ch_1")), refusal);
+        }
+    }
+
     #[test]
     fn another_effect_in_the_new_window_is_a_new_conflict() {
         let mut work = refused_in_an_earlier_window(&of(1, done("ch_1")));

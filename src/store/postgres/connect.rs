@@ -1,16 +1,20 @@
 //! Connections, and whether a session of the server belongs to them.
 
-use std::hash::{BuildHasher, Hasher, RandomState};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use diesel::connection::{CacheSize, SimpleConnection};
 use diesel::dsl::sql;
 use diesel::pg::PgConnection;
 use diesel::prelude::*;
 use diesel::r2d2::{ConnectionManager, ManageConnection};
-use diesel::sql_types::{Nullable, Text};
+use diesel::sql_types::Integer;
 
 use super::one_line;
-use crate::store::StartError;
+use crate::store::{StartError, StoreError};
+
+/// How often two connections are asked whose sessions they have.
+const ROUNDS: u32 = 8;
 
 /// A database, and how to connect to it.
 #[derive(Debug, Clone)]
@@ -20,16 +24,18 @@ pub(super) struct Server {
     /// may be another session's then: what is set, or prepared, for a session would be found by
     /// others, and missed by us. So there, every statement stands in a transaction, what is set is set in
     /// it, and nothing is kept prepared.
-    pub(super) is_pooled: bool,
+    is_pooled: Arc<AtomicBool>,
+    /// Whether somebody has said so, or the contrary.
+    is_said: bool,
 }
 
 impl Server {
     /// The database at `url`. Where it is not said whether there is a pooler, it is found out.
-    pub(super) fn new(url: &str, is_pooled: Option<bool>) -> Result<Self, StartError> {
+    pub(super) fn new(url: &str, said: Option<bool>) -> Result<Self, StartError> {
         let url = with_defaults(url);
         let unavailable =
             |error: &dyn std::fmt::Display| StartError::Unavailable(one_line(&error.to_string()));
-        let is_pooled = match is_pooled {
+        let is_pooled = match said {
             Some(is_pooled) => is_pooled,
             None => {
                 let connect = || PgConnection::establish(&url).map_err(|error| unavailable(&error));
@@ -37,15 +43,46 @@ impl Server {
                     .map_err(|error| unavailable(&error))?
             }
         };
-        Ok(Self { url, is_pooled })
+        Ok(Self {
+            url,
+            is_pooled: Arc::new(is_pooled.into()),
+            is_said: said.is_some(),
+        })
+    }
+
+    /// Whether there is a pooler.
+    pub(super) fn is_pooled(&self) -> bool {
+        self.is_pooled.load(Ordering::Relaxed)
+    }
+
+    /// What is prepared for a session is not missing from it, nor there already, but behind a pooler that
+    /// was not found out, or that has come since.
+    pub(super) fn learned<T>(&self, done: Result<T, StoreError>) -> Result<T, StoreError> {
+        let Err(error) = &done else {
+            return done;
+        };
+        let text = error.to_string();
+        let is_another_session = text.contains("prepared statement")
+            && ["does not exist", "already exists", "bind message"]
+                .iter()
+                .any(|fault| text.contains(fault));
+        if is_another_session && !self.is_said && !self.is_pooled.swap(true, Ordering::Relaxed) {
+            log::warn!("a pooler in transaction mode stands before the database: {text}");
+        }
+        done
     }
 
     pub(super) fn connect(&self) -> ConnectionResult<PgConnection> {
         let mut connection = PgConnection::establish(&self.url)?;
-        if self.is_pooled {
+        self.keep_nothing_if_pooled(&mut connection);
+        Ok(connection)
+    }
+
+    /// Forgets what is prepared, which it may not be in the next session.
+    pub(super) fn keep_nothing_if_pooled(&self, connection: &mut PgConnection) {
+        if self.is_pooled() {
             connection.set_prepared_statement_cache_size(CacheSize::Disabled);
         }
-        Ok(connection)
     }
 }
 
@@ -59,6 +96,7 @@ impl ManageConnection for Server {
 
     /// In one message, and not prepared: see [`Server::is_pooled`].
     fn is_valid(&self, connection: &mut PgConnection) -> Result<(), Self::Error> {
+        self.keep_nothing_if_pooled(connection);
         connection
             .batch_execute("SELECT")
             .map_err(diesel::r2d2::Error::QueryError)
@@ -69,19 +107,24 @@ impl ManageConnection for Server {
     }
 }
 
-/// Whether what one connection sets for its session is seen by the other, or lost: while the other
-/// holds a session of the server with a transaction, the first one is given another.
+/// Whether two connections share sessions of the server. Two that have one each keep it; those of a
+/// pooler get, for one transaction after the other, whichever is free just then, which may look the same
+/// once or twice where others use it too.
 fn share_sessions(one: &mut PgConnection, other: &mut PgConnection) -> QueryResult<bool> {
-    let mark = format!("{:x}", RandomState::new().build_hasher().finish());
-    let has_mark = |connection: &mut PgConnection| -> QueryResult<bool> {
-        let found: Option<String> = diesel::select(sql::<Nullable<Text>>(
-            "current_setting('dedup_gate.session', true)",
-        ))
-        .get_result(connection)?;
-        Ok(found.as_ref() == Some(&mark))
+    let session = |connection: &mut PgConnection| -> QueryResult<i32> {
+        connection.transaction(|connection| {
+            diesel::select(sql::<Integer>("pg_backend_pid()")).get_result(connection)
+        })
     };
-    one.batch_execute(&format!("SET dedup_gate.session = '{mark}'"))?;
-    other.transaction(|other| Ok(has_mark(other)? || !one.transaction(|one| has_mark(one))?))
+    let (first, second) = (session(one)?, session(other)?);
+    for _ in 0..ROUNDS {
+        // Twice in a row, for where they take turns at two.
+        let again = [session(one)?, session(one)?, session(other)?];
+        if first == second || again != [first, first, second] {
+            return Ok(true);
+        }
+    }
+    Ok(false)
 }
 
 /// Adds limits on how long the network may be silent, where the URL does not set them.

@@ -56,13 +56,14 @@ impl Lane {
         if let Some((mut connection, used)) = self.kept.take()
             && (used.elapsed() < RESTED || lives(&mut connection))
         {
+            self.server.keep_nothing_if_pooled(&mut connection);
             return Ok(connection);
         }
         let mut connection = self
             .server
             .connect()
             .map_err(|error| StoreError::Unavailable(one_line(&error.to_string())))?;
-        if !self.server.is_pooled {
+        if !self.server.is_pooled() {
             connection.batch_execute(SESSION)?;
             expect_writable(&mut connection)?;
         }
@@ -76,7 +77,7 @@ impl Lane {
     /// Makes the rows of all keys that have none, in one statement that commits by itself: one
     /// round trip, and one flush.
     pub(super) fn win(&mut self, claims: &[&Claim]) -> Result<Option<Made>, StoreError> {
-        if self.server.is_pooled {
+        if self.server.is_pooled() {
             return self.transact(|connection| Ok(insert(connection, claims)?));
         }
         let mut connection = self.take()?;
@@ -88,7 +89,7 @@ impl Lane {
             // A server that still answers has said what became of the statement: it was undone.
             Err(error @ DieselError::DatabaseError(..)) if lives(&mut connection) => {
                 self.keep(connection);
-                Err(error.into())
+                self.server.learned(Err(error.into()))
             }
             Err(error) => Err(StoreError::CommitLost(one_line(&error.to_string()))),
         }
@@ -99,7 +100,7 @@ impl Lane {
         &mut self,
         work: impl FnOnce(&mut PgConnection) -> Result<T, StoreError>,
     ) -> Result<T, StoreError> {
-        if self.server.is_pooled {
+        if self.server.is_pooled() {
             return self.transact(work);
         }
         let mut connection = self.take()?;
@@ -107,7 +108,7 @@ impl Lane {
         if done.is_ok() || lives(&mut connection) {
             self.keep(connection);
         }
-        done
+        self.server.learned(done)
     }
 
     /// Runs `work` in a transaction, once.
@@ -116,7 +117,7 @@ impl Lane {
         work: impl FnOnce(&mut PgConnection) -> Result<T, StoreError>,
     ) -> Result<T, StoreError> {
         let mut connection = self.take()?;
-        let is_pooled = self.server.is_pooled;
+        let is_pooled = self.server.is_pooled();
         let done = connection
             .batch_execute(BEGIN)
             .map_err(StoreError::from)
@@ -130,7 +131,7 @@ impl Lane {
         if ended.is_ok() {
             self.keep(connection);
         }
-        let done = done?;
+        let done = self.server.learned(done)?;
         ended.map_err(|error| StoreError::CommitLost(one_line(&error.to_string())))?;
         Ok(done)
     }

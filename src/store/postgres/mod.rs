@@ -70,6 +70,7 @@ const MIGRATION_LOCK: i64 = 0x64_65_64_75_70;
 
 /// The gate and the ledger in a Postgres database.
 pub struct PostgresStore {
+    server: Server,
     pool: Pool<Server>,
     /// For claims on keys that are new, most of them.
     new: Mutex<New>,
@@ -129,7 +130,7 @@ impl PostgresStore {
     ) -> Result<Self, StartError> {
         let server = Server::new(url, is_pooled)?;
         Self::migrate(&server)?;
-        if server.is_pooled {
+        if server.is_pooled() {
             log::info!("a pooler in transaction mode stands before the database");
         }
         let pool = Pool::builder()
@@ -140,6 +141,7 @@ impl PostgresStore {
             .build_unchecked(server.clone());
         Ok(Self {
             pool,
+            server: server.clone(),
             new: Mutex::new(New {
                 lane: Lane::new(server.clone()),
                 left: HashSet::new(),
@@ -249,7 +251,9 @@ impl PostgresStore {
                     log::debug!("trying a transaction again: {error}");
                     tries += 1;
                 }
-                Err(Undo::Failed(error) | Undo::RolledBack(error)) => return Err(error),
+                Err(Undo::Failed(error) | Undo::RolledBack(error)) => {
+                    return self.server.learned(Err(error));
+                }
             }
         }
     }

@@ -2,7 +2,9 @@
 
 use std::collections::{BTreeMap, HashSet};
 
-use diesel::dsl::sql;
+use chrono::TimeDelta;
+use diesel::connection::SimpleConnection;
+use diesel::dsl::{exists, not, sql};
 use diesel::pg::PgConnection;
 use diesel::prelude::*;
 use diesel::sql_types::{BigInt, Bool};
@@ -19,6 +21,9 @@ use crate::store::{Removed, StoreError, Sweep, Table};
 /// "purge".
 const LOCK: i64 = 0x70_75_72_67_65;
 
+/// The shortest time that is stored.
+const TICK: TimeDelta = TimeDelta::microseconds(1);
+
 pub(super) fn remove(
     connection: &mut PgConnection,
     sweep: &Sweep,
@@ -34,11 +39,9 @@ pub(super) fn remove(
     }
     let now = clock(connection)?;
     let found = candidates(connection, sweep, now)?;
-    let (keys, next) = sweep.choose(found);
-    Ok(Some(Removed {
-        count: forget(connection, &keys, sweep, now)?,
-        next,
-    }))
+    let (keys, next) = sweep.choose(found, TICK);
+    let count = forget(connection, &keys, sweep, now)?;
+    Ok(Some(sweep.removed(count, next, TICK)))
 }
 
 /// What has not changed for so long, in the order of its changes, and whether it looks as if it were
@@ -73,11 +76,16 @@ fn candidates(
         Table::Gate => {
             let mut query = gate::table
                 .filter(sql::<Bool>("NOT in_ledger"))
+                .filter(not(exists(
+                    ledger::table.filter(ledger::idempotency_key.eq(gate::idempotency_key)),
+                )))
                 .filter(gate::processed_at.le(until))
                 .into_boxed();
-            if let Some(from) = from {
-                query = query.filter(gate::processed_at.ge(from));
-            }
+            // `-infinity` says nothing of how old the row is.
+            query = match from {
+                Some(from) => query.filter(gate::processed_at.ge(from)),
+                None => query.filter(gate::processed_at.gt(At(Time::MIN_UTC))),
+            };
             query
                 .order(gate::processed_at)
                 .limit(sweep.scan())
@@ -123,37 +131,63 @@ fn forget(
         .into_iter()
         .map(|row: LedgerRow| (row.idempotency_key.clone(), row))
         .collect();
-    let in_gate: Vec<String> = gate::table
+    let in_gate: HashSet<String> = gate::table
         .filter(gate::idempotency_key.eq_any(keys))
         .select(gate::idempotency_key)
-        .load(connection)?;
+        .load(connection)?
+        .into_iter()
+        .collect();
     let in_ledger: Vec<String> = ledger::table
         .filter(ledger::idempotency_key.eq_any(keys))
         .select(ledger::idempotency_key)
         .load(connection)?;
-    let in_use: HashSet<String> = in_gate
-        .into_iter()
-        .filter(|key| !gate_rows.contains_key(key))
-        .chain(
-            in_ledger
-                .into_iter()
-                .filter(|key| !entries.contains_key(key)),
-        )
+    // Where the gate has no row, it gets one until the end: a claim that comes now waits for that, and then
+    // finds the key unknown.
+    let missing = keys.iter().filter(|key| !in_gate.contains(*key));
+    let made = stand_in(connection, &missing.collect::<Vec<_>>())?;
+    let is_free = |key: &&String| gate_rows.contains_key(*key) || made.contains(*key);
+    let in_use: HashSet<&String> = keys
+        .iter()
+        .filter(|key| !is_free(key))
+        .chain(in_ledger.iter().filter(|key| !entries.contains_key(*key)))
         .collect();
     let mut over = Vec::new();
-    for key in keys.iter().filter(|key| !in_use.contains(*key)) {
-        let state = rows::state(gate_rows.get(key), entries.get(key))?;
-        if state.is_some_and(|state| state.is_over(now, sweep.kept)) {
-            over.push(key.as_str());
+    for key in keys.iter().filter(|key| !in_use.contains(key)) {
+        match rows::state(gate_rows.get(key), entries.get(key)) {
+            Ok(Some(state)) if state.is_over(now, sweep.kept) => over.push(key.as_str()),
+            Ok(_) => {}
+            Err(unreadable) => log::warn!("not removed: {unreadable}"),
         }
     }
-    // A row of the gate that was made meanwhile is a claim's, and none of these.
-    let gone = over.iter().filter(|key| gate_rows.contains_key(**key));
-    let gone: Vec<&str> = gone.copied().collect();
+    let gone: Vec<&str> = over
+        .iter()
+        .copied()
+        .chain(made.iter().map(String::as_str))
+        .collect();
     diesel::delete(history::table.filter(history::idempotency_key.eq_any(&over)))
         .execute(connection)?;
     diesel::delete(ledger::table.filter(ledger::idempotency_key.eq_any(&over)))
         .execute(connection)?;
     diesel::delete(gate::table.filter(gate::idempotency_key.eq_any(&gone))).execute(connection)?;
     Ok(over.len() as u64)
+}
+
+/// Makes a row of the gate for each of these keys that has none, and says which those were.
+fn stand_in(connection: &mut PgConnection, keys: &[&String]) -> QueryResult<HashSet<String>> {
+    if keys.is_empty() {
+        return Ok(HashSet::new());
+    }
+    // Somebody else may be making one.
+    connection.batch_execute("SET LOCAL lock_timeout = '100ms'")?;
+    let rows: Vec<_> = keys
+        .iter()
+        .map(|&key| (gate::idempotency_key.eq(key), gate::order_id.eq(key)))
+        .collect();
+    let made: Vec<String> = diesel::insert_into(gate::table)
+        .values(rows)
+        .on_conflict(gate::idempotency_key)
+        .do_nothing()
+        .returning(gate::idempotency_key)
+        .get_results(connection)?;
+    Ok(made.into_iter().collect())
 }

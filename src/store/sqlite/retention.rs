@@ -1,6 +1,7 @@
 //! How what is over is removed.
 
-use diesel::dsl::sql;
+use chrono::TimeDelta;
+use diesel::dsl::{exists, not, sql};
 use diesel::prelude::*;
 use diesel::sql_types::{Bool, Text};
 use diesel::sqlite::{Sqlite, SqliteConnection};
@@ -14,22 +15,29 @@ use crate::store::schema::{
 };
 use crate::store::{Removed, StoreError, Sweep, Table};
 
+/// The shortest time that is stored.
+const TICK: TimeDelta = TimeDelta::milliseconds(1);
+
 pub(super) fn remove(
     connection: &mut SqliteConnection,
     sweep: &Sweep,
 ) -> Result<Removed, StoreError> {
     let now = clock();
     let found = candidates(connection, sweep, now)?;
-    let (keys, next) = sweep.choose(found);
+    let (keys, next) = sweep.choose(found, TICK);
     let mut count = 0;
     for key in keys.into_iter().map(IdempotencyKey::from_store) {
-        let state = read_state(connection, &key)?;
-        if state.is_some_and(|state| state.is_over(now, sweep.kept)) {
-            forget(connection, &key)?;
-            count += 1;
+        match read_state(connection, &key) {
+            Ok(Some(state)) if state.is_over(now, sweep.kept) => {
+                forget(connection, &key)?;
+                count += 1;
+            }
+            Ok(_) => {}
+            Err(unreadable @ StoreError::Unexpected(_)) => log::warn!("not removed: {unreadable}"),
+            Err(error) => return Err(error),
         }
     }
-    Ok(Removed { count, next })
+    Ok(sweep.removed(count, next, TICK))
 }
 
 /// What has not changed for so long, in the order of its changes, and whether it looks as if it were
@@ -74,6 +82,9 @@ fn candidates(
             };
             let mut query = gate::table
                 .filter(sql::<Bool>("NOT in_ledger"))
+                .filter(not(exists(
+                    ledger::table.filter(ledger::idempotency_key.eq(gate::idempotency_key)),
+                )))
                 .filter(changed("<=", until))
                 .into_boxed::<Sqlite>();
             // A time that cannot be read counts as that of the epoch, but says nothing of how old the row is.
