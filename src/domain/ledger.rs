@@ -460,7 +460,7 @@ pub fn settle(state: &KeyState, history: &[Event], report: &Report, now: Time) -
         let mut next = state.clone();
         if let Phase::Done { external_id, .. } = &mut next.phase
             && external_id.is_none()
-            && done_attempt(history) == meant
+            && nameless_attempt(history) == meant
         {
             *external_id = Some(id.clone());
         }
@@ -581,13 +581,13 @@ fn lacks_external_id(history: &[Event], attempt: u32) -> bool {
     ids.peek().is_some() && ids.all(Option::is_none)
 }
 
-/// Which attempt's effect the entry holds, where it is done: since a late report may have made
-/// it so, this need not be the current one.
-fn done_attempt(history: &[Event]) -> Option<u32> {
-    let last_claim = history.iter().rposition(Event::is_claim).unwrap_or(0);
-    history[last_claim..]
+/// Which attempt's effect the entry holds, where it is done and has no id. Since a late report may
+/// have made it so, this need not be the current one; but it is the last of which somebody said so,
+/// whatever a review has decided before, and whatever ids were filled in.
+fn nameless_attempt(history: &[Event]) -> Option<u32> {
+    history
         .iter()
-        .find(|event| matches!(event.happening, Happening::Done { .. }))
+        .rfind(|event| matches!(event.happening, Happening::Done { external_id: None }))
         .map(|event| event.attempt)
 }
 

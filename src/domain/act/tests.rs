@@ -311,6 +311,41 @@ mod review {
     }
 
     #[test]
+    fn the_id_of_a_late_effect_is_filled_in_whatever_was_reviewed_before() {
+        let mut world = World::pending();
+        world.pass(LEASE);
+        world.claim(b(), Some(LEASE)).expect("no payload");
+        let nameless = ReviewDecision::Done { external_id: None };
+        assert_eq!(world.review(2, nameless), Ok(true));
+        assert!(world.report(1, done(id("x"))).is_err(), "superseded");
+        assert_eq!(world.review(2, ReviewDecision::Fail), Ok(true));
+        assert_eq!(
+            world.report(1, done(None)),
+            Ok(true),
+            "the effect did happen"
+        );
+        assert_eq!(world.report(1, done(id("x"))), Ok(true), "its id");
+        assert_eq!(world.state().effect().0, id("x").as_ref());
+    }
+
+    #[test]
+    fn an_id_is_filled_in_where_it_is_missing_and_nowhere_else() {
+        let mut world = World::pending();
+        world.pass(LEASE);
+        world.claim(b(), Some(LEASE)).expect("no payload");
+        assert_eq!(world.report(2, done(None)), Ok(true));
+        assert!(world.report(1, done(id("x"))).is_err(), "superseded");
+        assert_eq!(world.review(2, ReviewDecision::Fail), Ok(true));
+        // The history has it, but the entry is not done by it any more.
+        assert_eq!(world.report(2, done(id("y"))), Ok(true));
+        assert_eq!(world.status(), Status::Failed);
+        assert_eq!(world.report(1, done(None)), Ok(true));
+        assert_eq!(world.state().effect().0, None);
+        assert_eq!(world.report(1, done(id("x"))), Ok(true));
+        assert_eq!(world.state().effect().0, id("x").as_ref());
+    }
+
+    #[test]
     fn a_review_of_another_attempt_is_refused() {
         let mut world = World::pending();
         world.pass(LEASE);
