@@ -144,11 +144,11 @@ def growth(found):
 
 def removal(found):
     cases = {"kept": "as many old keys that are kept", "removed": "old keys that are removed meanwhile"}
-    rows = [[system, cases[case], *measured(rounds), f"{ratio(rounds, found[system, 'kept'])[0]:.2f}"]
-            for (system, case), rounds in found.items()]
+    rows = [[system, cases[case], *measured(rounds), f"{ratio(rounds, found[system, 'kept'])[0]:.2f}",
+             f"{sum(round_['removed'] for round_ in rounds):,}"] for (system, case), rounds in found.items()]
     goals = [goal(f"{system}: while keys are removed ÷ while they are kept",
                   ratio(found[system, "removed"], found[system, "kept"]), 0.8, "") for system in (ON_POSTGRES, ON_SQLITE)]
-    return table(["system", "beside new keys at 64 connections", *MEASURED, "÷ kept"], rows) + goals_table(goals)
+    return table(["system", "beside new keys at 64 connections", *MEASURED, "÷ kept", "removed meanwhile"], rows) + goals_table(goals)
 
 
 def size(found):

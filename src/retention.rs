@@ -16,7 +16,7 @@ const EVERY: Duration = Duration::from_secs(600);
 
 /// After a batch it rests for as many times as long as that took, so that the store has most of its
 /// time for callers.
-const REST: u32 = 4;
+const REST: u32 = 9;
 
 /// How long to wait for another replica that is at it.
 const TURN: Duration = Duration::from_millis(200);

@@ -107,11 +107,38 @@ pub(crate) enum What {
     },
     Failed,
     Conflict {
+        /// Where it was refused for the attempt that it named, or did not name.
+        vague: Option<Vague>,
         holder: Option<Caller>,
         id: Option<Caller>,
     },
     Reviewed(Judgement),
     Reset,
+}
+
+/// [`RefusalKind`], abridged to what says nothing of the attempt it is filed under.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub(crate) enum Vague {
+    Ahead,
+    Required,
+}
+
+impl Vague {
+    fn of(refused: RefusalKind) -> Option<Self> {
+        match refused {
+            RefusalKind::AttemptAhead => Some(Self::Ahead),
+            RefusalKind::AttemptRequired => Some(Self::Required),
+            _ => None,
+        }
+    }
+
+    fn load(vague: Option<Self>) -> RefusalKind {
+        match vague {
+            Some(Self::Ahead) => RefusalKind::AttemptAhead,
+            Some(Self::Required) => RefusalKind::AttemptRequired,
+            None => RefusalKind::Conflict,
+        }
+    }
 }
 
 /// [`ReviewDecision`], abridged. A person knows no id.
@@ -277,8 +304,8 @@ impl Mark {
                     reason: None,
                     retry: true,
                 },
-                What::Conflict { id, .. } => Happening::Conflict {
-                    refused: RefusalKind::Conflict,
+                What::Conflict { vague, id, .. } => Happening::Conflict {
+                    refused: Vague::load(vague),
                     external_id: id.map(text),
                     result: None,
                 },
@@ -305,7 +332,12 @@ impl Mark {
                 id: id_of(external_id.as_ref()),
             },
             Happening::Failed { .. } => What::Failed,
-            Happening::Conflict { external_id, .. } => What::Conflict {
+            Happening::Conflict {
+                refused,
+                external_id,
+                ..
+            } => What::Conflict {
+                vague: Vague::of(*refused),
                 holder,
                 id: id_of(external_id.as_ref()),
             },

@@ -85,7 +85,8 @@ fn renamed(key: &Key, order: &[Caller], names: &[Caller]) -> Key {
                             holder: holder.map(name),
                         },
                         What::Done { id } => What::Done { id: id.map(name) },
-                        What::Conflict { holder, id } => What::Conflict {
+                        What::Conflict { vague, holder, id } => What::Conflict {
+                            vague,
                             holder: holder.map(name),
                             id: id.map(name),
                         },
