@@ -38,37 +38,12 @@ pub fn configure(app: &mut web::ServiceConfig, body_limit: usize) {
                 .service(resource("/claim", "POST").route(web::post().to(claim::claim)))
                 .service(resource("/retry", "POST").route(web::post().to(retry::advise)))
                 .service(resource("/ledger", "GET, HEAD").route(get().to(ledger::list)))
-                // A key may be named like a report: then GET reads it.
-                .service(
-                    resource("/ledger/pending", "GET, HEAD, POST")
-                        .route(web::post().to(ledger::pending))
-                        .route(get().to(ledger::entry)),
-                )
-                .service(
-                    resource("/ledger/done", "GET, HEAD, POST")
-                        .route(web::post().to(ledger::done))
-                        .route(get().to(ledger::entry)),
-                )
-                .service(
-                    resource("/ledger/failed", "GET, HEAD, POST")
-                        .route(web::post().to(ledger::failed))
-                        .route(get().to(ledger::entry)),
-                )
-                .service(
-                    resource("/ledger/renew", "GET, HEAD, POST")
-                        .route(web::post().to(ledger::renew))
-                        .route(get().to(ledger::entry)),
-                )
-                .service(
-                    resource("/ledger/review", "GET, HEAD, POST")
-                        .route(web::post().to(review::review))
-                        .route(get().to(ledger::entry)),
-                )
-                .service(
-                    resource("/ledger/reset", "GET, HEAD, POST")
-                        .route(web::post().to(review::reset))
-                        .route(get().to(ledger::entry)),
-                )
+                .service(entry_resource("/ledger/pending").route(web::post().to(ledger::pending)))
+                .service(entry_resource("/ledger/done").route(web::post().to(ledger::done)))
+                .service(entry_resource("/ledger/failed").route(web::post().to(ledger::failed)))
+                .service(entry_resource("/ledger/renew").route(web::post().to(ledger::renew)))
+                .service(entry_resource("/ledger/review").route(web::post().to(review::review)))
+                .service(entry_resource("/ledger/reset").route(web::post().to(review::reset)))
                 .service(
                     resource("/ledger/{idempotency_key}", "GET, HEAD")
                         .route(get().to(ledger::entry)),
@@ -80,6 +55,11 @@ pub fn configure(app: &mut web::ServiceConfig, body_limit: usize) {
 /// A path, and the methods that it knows.
 fn resource(path: &str, methods: &'static str) -> Resource {
     web::resource(path).default_service(web::to(move || method_not_allowed(methods)))
+}
+
+/// What may be said of an entry. A key may be named like it: then GET reads that key.
+fn entry_resource(path: &str) -> Resource {
+    resource(path, "GET, HEAD, POST").route(get().to(ledger::entry))
 }
 
 /// RFC 9110, section 9.3.2: whatever answers GET answers HEAD.
