@@ -13,6 +13,7 @@ use crate::api::auth::ApiKeys;
 use crate::api::problem::Code;
 use crate::api::{self, request_log};
 use crate::config::{Command, Database, Settings};
+use crate::domain::route::Routes;
 use crate::gate::{Gate, LaneLimits};
 use crate::metrics::Metrics;
 use crate::retention::{self, Others};
@@ -65,6 +66,7 @@ async fn serve(settings: &Settings) -> Result<(), String> {
         keys.iter()
             .map(|key| (key.name.as_str(), key.secret.expose_secret())),
     ));
+    let routes = web::Data::new(Routes::default());
     let body_limit = settings.body_limit as usize;
     let listener = bind(&addresses)?;
     let address = listener.local_addr().map_err(|error| error.to_string())?;
@@ -74,6 +76,7 @@ async fn serve(settings: &Settings) -> Result<(), String> {
             .app_data(metrics.clone())
             .app_data(api_keys.clone())
             .app_data(retry_policy.clone())
+            .app_data(routes.clone())
             .wrap_fn(request_log::observe)
             .configure(|routes| api::configure(routes, body_limit))
     })

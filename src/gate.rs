@@ -11,9 +11,10 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use chrono::TimeDelta;
 use prometheus::Histogram;
 use tokio::sync::mpsc::error::TrySendError;
-use tokio::sync::{Semaphore, mpsc, oneshot};
+use tokio::sync::{Semaphore, mpsc, oneshot, watch};
 use tokio::task::spawn_blocking;
 use tokio::time::timeout_at;
 
@@ -21,6 +22,7 @@ use crate::domain::act::Act;
 use crate::domain::claim::{Claim, Decided};
 use crate::domain::text::IdempotencyKey;
 use crate::metrics::{Load, Metrics};
+use crate::store::outbox::{Lease, Leased, Parcel, ParcelFilter, ParcelPage, Settled, Undelivered};
 use crate::store::{Acted, Backlog, Entry, Filter, Page, Removed, Store, StoreError, Sweep};
 
 /// Within this time every caller has an answer, be it that there is none: the contract promises
@@ -48,6 +50,8 @@ pub struct Gate {
     connections: Arc<Semaphore>,
     connections_max: u32,
     queue: Semaphore,
+    /// Counts how often effects may have been stored.
+    effects: watch::Sender<u64>,
 }
 
 /// How many claims a lane takes.
@@ -131,8 +135,21 @@ impl Gate {
             };
             run_lane(left, limits.batch, &of_known, decide, None);
         });
+        let (effects, _) = watch::channel(0);
+        let stored = effects.clone();
         thread::spawn(move || {
-            let decide = |acts: &[Act]| all_decided(third.act_gathered(acts));
+            let decide = |acts: &[Act]| {
+                let acted = third.act_gathered(acts);
+                if acted
+                    .iter()
+                    .flatten()
+                    .flatten()
+                    .any(|acted| acted.has_effects)
+                {
+                    stored.send_modify(|count| *count += 1);
+                }
+                all_decided(acted)
+            };
             run_lane(wanted, limits.batch, &of_acts, decide, None);
         });
         Self {
@@ -145,6 +162,7 @@ impl Gate {
             connections: Arc::new(Semaphore::new(connections as usize)),
             connections_max: connections,
             queue: Semaphore::new(QUEUE),
+            effects,
         }
     }
 
@@ -187,7 +205,14 @@ impl Gate {
     ///
     /// There is no answer.
     pub async fn act(&self, act: Act) -> Result<Option<Acted>, GateError> {
-        let alone = |store: &dyn Store, _: &Metrics, act| store.act(&act);
+        let stored = self.effects.clone();
+        let alone = move |store: &dyn Store, _: &Metrics, act| {
+            let acted = store.act(&act)?;
+            if acted.as_ref().is_some_and(|acted| acted.has_effects) {
+                stored.send_modify(|count| *count += 1);
+            }
+            Ok(acted)
+        };
         self.gather(&self.acts, act, "act", alone).await
     }
 
@@ -241,6 +266,99 @@ impl Gate {
     /// There is no answer.
     pub async fn remove(&self, sweep: Sweep) -> Result<Option<Removed>, GateError> {
         self.ask("remove", move |store| store.remove(&sweep)).await
+    }
+
+    /// Removes effects that were delivered so long ago, `limit` at most; none where another replica is at it.
+    ///
+    /// # Errors
+    ///
+    /// There is no answer.
+    pub async fn remove_effects(
+        &self,
+        kept: TimeDelta,
+        limit: u32,
+    ) -> Result<Option<u64>, GateError> {
+        self.ask("remove_effects", move |store| {
+            store.remove_effects(kept, limit)
+        })
+        .await
+    }
+
+    /// Changes whenever effects may have been stored, by this replica or by another one that tells.
+    pub fn effects_stored(&self) -> watch::Receiver<u64> {
+        self.effects.subscribe()
+    }
+
+    /// Has the store tell when other replicas store effects. Returns whether it does.
+    pub fn listen(&self) -> bool {
+        let stored = self.effects.clone();
+        self.store
+            .listen(Box::new(move || stored.send_modify(|count| *count += 1)))
+    }
+
+    /// Gives out effects that are due.
+    ///
+    /// # Errors
+    ///
+    /// There is no answer; what was given out all the same is due again when its lease has run out.
+    pub async fn lease_effects(&self, lease: Lease) -> Result<Leased, GateError> {
+        self.ask("lease_effects", move |store| store.lease_effects(&lease))
+            .await
+    }
+
+    /// Notes how tries ended, and says of how many the lease still held.
+    ///
+    /// # Errors
+    ///
+    /// There is no answer.
+    pub async fn settle_effects(&self, settled: Arc<[Settled]>) -> Result<usize, GateError> {
+        self.ask("settle_effects", move |store| {
+            store.settle_effects(&settled)
+        })
+        .await
+    }
+
+    /// Effects, newest first.
+    ///
+    /// # Errors
+    ///
+    /// There is no answer.
+    pub async fn list_effects(&self, filter: ParcelFilter) -> Result<ParcelPage, GateError> {
+        self.ask("list_effects", move |store| store.list_effects(&filter))
+            .await
+    }
+
+    /// The effect of this name; none where it is unknown.
+    ///
+    /// # Errors
+    ///
+    /// There is no answer.
+    pub async fn effect(&self, id: String) -> Result<Option<Parcel>, GateError> {
+        self.ask("effect", move |store| store.effect(&id)).await
+    }
+
+    /// Makes an effect due once more; none where it is unknown.
+    ///
+    /// # Errors
+    ///
+    /// There is no answer.
+    pub async fn redeliver(&self, id: String) -> Result<Option<(Parcel, bool)>, GateError> {
+        let stored = self.effects.clone();
+        self.ask("redeliver", move |store| {
+            let redelivered = store.redeliver(&id)?;
+            stored.send_modify(|count| *count += 1);
+            Ok(redelivered)
+        })
+        .await
+    }
+
+    /// What waits in the outbox, and what is dead.
+    ///
+    /// # Errors
+    ///
+    /// There is no answer.
+    pub async fn undelivered(&self) -> Result<Undelivered, GateError> {
+        self.ask("undelivered", |store| store.undelivered()).await
     }
 
     /// Whether the store can be reached, and no lane hangs on it.

@@ -14,11 +14,13 @@ use super::auth::Caller;
 use super::claim::{
     LeaseSeconds, OnStaleMember, OnStaleName, StatusName, VerdictReply, digest, holder,
 };
+use super::outbox::{EffectRequest, effects};
 use super::problem::{Code, Problem};
 use super::request::{Attempt, JsonBody, NoQuery, Query, any_value, decode};
 use crate::domain::act::{Act, Renewal};
 use crate::domain::claim::{Claim, DEFAULT_LEASE_SECONDS, Door};
 use crate::domain::ledger::{Event, Outcome, Phase, Report, Status};
+use crate::domain::route::Routes;
 use crate::domain::text::{IdempotencyKey, Name, Reason};
 use crate::domain::{Invalid, Time, rfc3339};
 use crate::gate::Gate;
@@ -76,6 +78,10 @@ pub struct DoneRequest {
     /// The attempt of the verdict.
     #[schema(value_type = Option<i32>, minimum = 1, maximum = 2_147_483_647)]
     attempt: Option<Attempt>,
+    /// What must happen now, in order: stored together with the outcome, or not at all, and delivered
+    /// afterwards, at least once. A repeat of the report stores nothing twice.
+    #[schema(max_items = 20)]
+    effects: Option<Vec<EffectRequest>>,
 }
 
 /// The effect did not happen.
@@ -98,6 +104,9 @@ pub struct FailedRequest {
     /// Who reports; must be the holder of the attempt.
     #[schema(value_type = Option<String>, min_length = 1, max_length = 255)]
     claimant: Option<Name>,
+    /// What must happen now; see `/ledger/done`.
+    #[schema(max_items = 20)]
+    effects: Option<Vec<EffectRequest>>,
 }
 
 /// The work takes longer.
@@ -311,6 +320,7 @@ pub async fn done(
     body: JsonBody,
     caller: Caller,
     gate: Data<Gate>,
+    routes: Data<Routes>,
 ) -> Result<Json<ReportReply>, Problem> {
     let request: DoneRequest = decode(body.0, "")?;
     if let Some(result) = &request.result {
@@ -328,6 +338,7 @@ pub async fn done(
             external_id: request.external_id.map(Name::into_string),
             result: request.result,
         },
+        effects: effects(request.effects, &routes)?,
     };
     act(&gate, Act::Report(report)).await
 }
@@ -343,6 +354,7 @@ pub async fn failed(
     body: JsonBody,
     caller: Caller,
     gate: Data<Gate>,
+    routes: Data<Routes>,
 ) -> Result<Json<ReportReply>, Problem> {
     let request: FailedRequest = decode(body.0, "")?;
     let report = Report {
@@ -353,6 +365,7 @@ pub async fn failed(
             reason: request.reason.map(Reason::into_string),
             retry: request.retry.unwrap_or(true),
         },
+        effects: effects(request.effects, &routes)?,
     };
     act(&gate, Act::Report(report)).await
 }
@@ -489,7 +502,7 @@ impl TryFrom<String> for BoolParameter {
 
 #[derive(Debug, Deserialize)]
 #[serde(try_from = "String")]
-struct LimitParameter(u32);
+pub(super) struct LimitParameter(pub(super) u32);
 
 impl TryFrom<String> for LimitParameter {
     type Error = String;

@@ -8,6 +8,7 @@ pub mod key;
 pub mod ledger;
 pub mod metrics;
 pub mod openapi;
+pub mod outbox;
 pub mod problem;
 pub mod request;
 pub mod request_log;
@@ -47,6 +48,12 @@ pub fn configure(app: &mut web::ServiceConfig, body_limit: usize) {
                 .service(
                     resource("/ledger/{idempotency_key}", "GET, HEAD")
                         .route(get().to(ledger::entry)),
+                )
+                .service(resource("/outbox", "GET, HEAD").route(get().to(outbox::list)))
+                .service(resource("/outbox/{id}", "GET, HEAD").route(get().to(outbox::effect)))
+                .service(
+                    resource("/outbox/{id}/redeliver", "POST")
+                        .route(web::post().to(outbox::redeliver)),
                 )
                 .default_service(web::to(not_found)),
         );

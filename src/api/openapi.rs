@@ -8,10 +8,11 @@ use serde::Deserialize;
 use serde_json::{Map, Value, json};
 use utoipa::OpenApi;
 
+use super::outbox::MAX_DELAY;
 use super::problem::Code;
 use super::request::NoQuery;
 use super::request_log::REQUEST_ID_HEADER;
-use super::{auth, claim, health, key, ledger, metrics, problem, retry, review};
+use super::{auth, claim, health, key, ledger, metrics, outbox, problem, retry, review};
 use crate::domain::retry::MAX_RETRY_AFTER;
 
 /// Control characters, as a part of a class of a regular expression.
@@ -32,6 +33,7 @@ const PROBLEMS: &str = "x-problems";
         (name = "key", description = "Keys made of the values that identify the work"),
         (name = "claim", description = "Is this the first time?"),
         (name = "ledger", description = "What became of the work"),
+        (name = "outbox", description = "What must happen after the work, delivered at least once"),
         (name = "retry", description = "What a failed call means"),
         (name = "health", description = "How the service is")
     ),
@@ -46,6 +48,9 @@ const PROBLEMS: &str = "x-problems";
         review::reset,
         ledger::list,
         ledger::entry,
+        outbox::list,
+        outbox::effect,
+        outbox::redeliver,
         retry::advise,
         health::alive,
         health::ready,
@@ -119,6 +124,10 @@ fn complete_schemas(schemas: &mut Value) {
     require_one(&mut schemas["RetryRequest"], &causes);
     schemas["RetryRequest"]["properties"]["retry_after"]["oneOf"] = json!([
         {"type": "integer", "minimum": 0, "maximum": MAX_RETRY_AFTER}, {"type": "string"}, {"type": "null"}
+    ]);
+    schemas["Effect"]["properties"]["deliver_after"]["oneOf"] = json!([
+        {"type": "integer", "minimum": 0, "maximum": MAX_DELAY}, {"type": "string", "format": "date-time"},
+        {"type": "null"}
     ]);
     for schema in ["KeyRequest", "ClaimRequest"] {
         let properties = &mut schemas[schema]["properties"];

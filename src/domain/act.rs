@@ -138,6 +138,7 @@ fn renew(state: &KeyState, renewal: &Renewal, now: Time) -> Settlement {
         } else {
             Vec::new()
         },
+        effects: Vec::new(),
         answer: Ok(true),
     }
 }
@@ -181,6 +182,7 @@ fn review(state: &KeyState, history: &[Event], review: &Review, now: Time) -> Se
     Settlement {
         state: next,
         events,
+        effects: Vec::new(),
         answer: Ok(true),
     }
 }
@@ -243,6 +245,7 @@ fn reset(state: &KeyState, history: &[Event], reset: &Reset, now: Time) -> Settl
             .into_iter()
             .chain([event(state, None, happening, now)])
             .collect(),
+        effects: Vec::new(),
         answer: Ok(true),
     }
 }

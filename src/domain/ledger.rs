@@ -4,6 +4,7 @@ use chrono::TimeDelta;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
+use super::effect::Effect;
 #[cfg(feature = "planted-faults")]
 use super::planted;
 use super::text::IdempotencyKey;
@@ -117,6 +118,7 @@ impl KeyState {
         Settlement {
             state: self.clone(),
             events: Vec::new(),
+            effects: Vec::new(),
             answer,
         }
     }
@@ -258,6 +260,13 @@ pub enum Happening {
         /// The result in the report.
         result: Option<Value>,
     },
+    /// Effects were stored together with an outcome.
+    Effects {
+        /// With which.
+        outcome: OutcomeKind,
+        /// Their ids, in order.
+        ids: Vec<String>,
+    },
     /// A person has decided what became of the work; the outcome follows.
     Reviewed {
         /// What.
@@ -313,6 +322,8 @@ pub struct Report {
     pub holder: Option<Holder>,
     /// What became of it.
     pub outcome: Outcome,
+    /// What must happen now, in order.
+    pub effects: Vec<Effect>,
 }
 
 /// How the work of an attempt ended.
@@ -332,6 +343,26 @@ pub enum Outcome {
         /// Whether the key may be claimed again.
         retry: bool,
     },
+}
+
+impl Outcome {
+    /// The outcome without its particulars.
+    pub fn kind(&self) -> OutcomeKind {
+        match self {
+            Self::Done { .. } => OutcomeKind::Done,
+            Self::Failed { .. } => OutcomeKind::Failed,
+        }
+    }
+}
+
+/// [`Outcome`] without its particulars, as the history keeps it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum OutcomeKind {
+    /// The effect of the work happened.
+    Done,
+    /// It did not.
+    Failed,
 }
 
 /// Why a report is refused.
@@ -401,6 +432,8 @@ pub struct Settlement {
     pub state: KeyState,
     /// What to add to the history.
     pub events: Vec<Event>,
+    /// What to add to the outbox.
+    pub effects: Vec<Effect>,
     /// Whether it changed anything, or why it was refused. A refused report of an effect is
     /// written down all the same, as a conflict.
     pub answer: Result<bool, Refusal>,
@@ -413,8 +446,58 @@ impl Settlement {
     }
 }
 
-/// Judges a report, in the order of the contract's rules.
+/// Judges a report, and stores its effects where it is accepted.
+///
+/// Once for each attempt and outcome: a repeat, whatever it was changed by on its way, has had its effects
+/// already. One that brings the first of them to an outcome that is known without any (a review may have
+/// said so before) is accepted for their sake.
 pub fn settle(state: &KeyState, history: &[Event], report: &Report, now: Time) -> Settlement {
+    let settlement = judge(state, history, report, now);
+    if report.effects.is_empty() || settlement.answer.is_err() {
+        return settlement;
+    }
+    let meant = meant_attempt(state, history, report);
+    let attempt = meant.unwrap_or(state.attempt);
+    let kind = report.outcome.kind();
+    let has_effects = history.iter().any(|event| {
+        event.attempt == attempt
+            && matches!(event.happening, Happening::Effects { outcome, .. } if outcome == kind)
+    });
+    if has_effects {
+        return settlement;
+    }
+    let happening = Happening::Effects {
+        outcome: kind,
+        ids: report
+            .effects
+            .iter()
+            .map(|effect| effect.id.clone())
+            .collect(),
+    };
+    let mut events = settlement.events;
+    let holder = match events.last() {
+        Some(outcome) => outcome.holder.clone(),
+        None => report.holder.clone(),
+    };
+    events.push(Event {
+        at: now,
+        attempt,
+        holder,
+        happening,
+    });
+    Settlement {
+        state: KeyState {
+            updated_at: now,
+            ..settlement.state
+        },
+        events,
+        effects: report.effects.clone(),
+        answer: Ok(true),
+    }
+}
+
+/// Judges a report, in the order of the contract's rules.
+fn judge(state: &KeyState, history: &[Event], report: &Report, now: Time) -> Settlement {
     let unchanged = |answer| state.answer(answer);
     if holds(state, history, report) {
         return unchanged(Ok(false));
@@ -447,6 +530,7 @@ pub fn settle(state: &KeyState, history: &[Event], report: &Report, now: Time) -
                 ..state
             },
             events,
+            effects: Vec::new(),
             answer,
         }
     };

@@ -2,6 +2,7 @@
 
 pub mod act;
 pub mod claim;
+pub mod effect;
 pub mod json;
 pub mod key;
 pub mod ledger;
@@ -9,6 +10,7 @@ pub mod ledger;
 pub mod planted;
 pub mod retry;
 pub mod rfc3339;
+pub mod route;
 pub mod text;
 
 /// A point in time, always in UTC; where the rules of keys are concerned, of the database's clock.

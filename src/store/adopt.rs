@@ -1,4 +1,4 @@
-//! Whether tables that exist before the first migration can be adopted.
+//! Whether tables that exist before the migration that makes them can be adopted.
 
 use diesel::prelude::*;
 use diesel::sql_types::{Bool, Text};
@@ -26,6 +26,8 @@ pub(super) struct Expected {
 /// A table that the service uses.
 pub(super) struct Table {
     pub(super) name: &'static str,
+    /// The version of the migration that makes it.
+    migration: &'static str,
     pub(super) columns: &'static [Expected],
     /// The columns of its primary key.
     pub(super) key: &'static [&'static str],
@@ -88,10 +90,14 @@ const fn added(name: &'static str, kind: Kind, nullable: bool) -> Expected {
     }
 }
 
-/// All tables of the first migration.
-pub(super) const TABLES: [Table; 3] = [
+/// The version of the first migration.
+const FIRST: &str = "20261130000001";
+
+/// All tables.
+const TABLES: [Table; 4] = [
     Table {
         name: "processed_orders",
+        migration: FIRST,
         columns: &[
             column("idempotency_key", Kind::Text, false),
             column("order_id", Kind::Text, false),
@@ -110,6 +116,7 @@ pub(super) const TABLES: [Table; 3] = [
     },
     Table {
         name: "run_ledger",
+        migration: FIRST,
         columns: &[
             column("idempotency_key", Kind::Text, false),
             column("order_id", Kind::Text, false),
@@ -134,6 +141,7 @@ pub(super) const TABLES: [Table; 3] = [
     },
     Table {
         name: "run_history",
+        migration: FIRST,
         columns: &[
             column("idempotency_key", Kind::Text, false),
             column("seq", Kind::Integer, false),
@@ -146,7 +154,35 @@ pub(super) const TABLES: [Table; 3] = [
         ],
         key: &["idempotency_key", "seq"],
     },
+    Table {
+        name: "run_outbox",
+        migration: "20261201000004",
+        columns: &[
+            column("idempotency_key", Kind::Text, false),
+            column("seq", Kind::Integer, false),
+            column("id", Kind::Text, false),
+            column("topic", Kind::Text, false),
+            column("payload", Kind::Text, false),
+            column("status", Kind::Text, false),
+            column("created_at", Kind::Time, false),
+            column("due_at", Kind::Time, false),
+            column("next_at", Kind::Time, false),
+            column("is_leased", Kind::Bool, false),
+            column("tries", Kind::Integer, false),
+            column("failures", Kind::Integer, false),
+            column("settled_at", Kind::Time, true),
+            column("log", Kind::Text, false),
+        ],
+        key: &["idempotency_key", "seq"],
+    },
 ];
+
+/// Those that are still to be made.
+pub(super) fn tables_to_come(applied: &[String]) -> impl Iterator<Item = &'static Table> {
+    TABLES
+        .iter()
+        .filter(|table| !applied.iter().any(|version| version == table.migration))
+}
 
 /// What keeps a table from being adopted; none: nothing does.
 pub(super) fn fault(table: &Table, existing: &Existing, dialect: &Dialect) -> Option<String> {

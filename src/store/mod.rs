@@ -4,6 +4,7 @@
 //! implement it in their own way; the rows and the tables are the same.
 
 mod adopt;
+pub mod outbox;
 pub mod postgres;
 mod rows;
 mod schema;
@@ -16,10 +17,12 @@ use chrono::TimeDelta;
 use diesel::r2d2::PoolError;
 use diesel::result::{DatabaseErrorKind, Error as DieselError};
 
+use self::outbox::{Lease, Leased, Parcel, ParcelFilter, ParcelPage, Settled, Undelivered};
 use self::rows::{BacklogRow, GateRow, LedgerRow, Seen};
 use crate::domain::Time;
 use crate::domain::act::{Act, act};
 use crate::domain::claim::{Claim, Decided};
+use crate::domain::effect::Effect;
 use crate::domain::ledger::{Event, KeyState, Refusal, Status};
 use crate::domain::text::IdempotencyKey;
 
@@ -83,6 +86,64 @@ pub trait Store: Send + Sync {
     ///
     /// The database could not do it.
     fn remove(&self, sweep: &Sweep) -> Result<Option<Removed>, StoreError>;
+
+    /// Removes effects that were delivered so long ago, `limit` at most, and says how many; none where another
+    /// replica is at it.
+    ///
+    /// # Errors
+    ///
+    /// The database could not do it.
+    fn remove_effects(&self, kept: TimeDelta, limit: u32) -> Result<Option<u64>, StoreError>;
+
+    /// Gives out effects that are due, to be delivered and then settled by the one who asks. Those whose lease
+    /// has run out are due again.
+    ///
+    /// # Errors
+    ///
+    /// The database could not do it.
+    fn lease_effects(&self, lease: &Lease) -> Result<Leased, StoreError>;
+
+    /// Notes how tries ended. Those whose lease has run out, and that somebody else has by now, are left; how
+    /// many were not.
+    ///
+    /// # Errors
+    ///
+    /// The database could not do it.
+    fn settle_effects(&self, settled: &[Settled]) -> Result<usize, StoreError>;
+
+    /// Effects, newest first.
+    ///
+    /// # Errors
+    ///
+    /// The database could not do it.
+    fn list_effects(&self, filter: &ParcelFilter) -> Result<ParcelPage, StoreError>;
+
+    /// The effect of this name, with its tries; none where it is unknown.
+    ///
+    /// # Errors
+    ///
+    /// The database could not do it.
+    fn effect(&self, id: &str) -> Result<Option<Parcel>, StoreError>;
+
+    /// Makes the effect of this name due at once, whatever has become of it, and says whether it was not under
+    /// way anyway; none where it is unknown.
+    ///
+    /// # Errors
+    ///
+    /// The database could not do it.
+    fn redeliver(&self, id: &str) -> Result<Option<(Parcel, bool)>, StoreError>;
+
+    /// What waits in the outbox, and what is dead, at a bounded cost: no more than [`Undelivered::BOUND`] of
+    /// each are read.
+    ///
+    /// # Errors
+    ///
+    /// The database could not do it.
+    fn undelivered(&self) -> Result<Undelivered, StoreError>;
+
+    /// Calls `on_effects` whenever somebody else may have stored effects in the database, from now on, where the
+    /// database tells. Returns whether it does.
+    fn listen(&self, on_effects: Box<dyn Fn() + Send>) -> bool;
 
     /// Whether the database can be reached and written to.
     ///
@@ -153,6 +214,8 @@ pub struct Acted {
     pub entry: Entry,
     /// Whether it changed anything, or why it was refused.
     pub answer: Result<bool, Refusal>,
+    /// Whether effects were stored.
+    pub has_effects: bool,
 }
 
 /// A claimed key, as it was found and as the acts of a batch change it.
@@ -163,6 +226,8 @@ struct Known {
     was_in_ledger: bool,
     /// How many events are written already.
     written: usize,
+    /// What is to be added to the outbox.
+    effects: Vec<Effect>,
 }
 
 impl Known {
@@ -171,6 +236,7 @@ impl Known {
             is_changed: false,
             was_in_ledger: state.in_ledger,
             written: history.len(),
+            effects: Vec::new(),
             state,
             history,
         }
@@ -191,7 +257,10 @@ impl Known {
         self.is_changed |= settlement.is_change();
         self.state = settlement.state;
         self.history.extend(settlement.events);
+        let has_effects = !settlement.effects.is_empty();
+        self.effects.extend(settlement.effects);
         Acted {
+            has_effects,
             entry: Entry {
                 key: wanted.key().clone(),
                 history: history(&self.state, self.history.clone()),

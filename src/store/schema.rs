@@ -76,4 +76,32 @@ diesel::table! {
     }
 }
 
-diesel::allow_tables_to_appear_in_same_query!(processed_orders, run_ledger, run_history);
+diesel::table! {
+    use diesel::sql_types::*;
+    use super::Instant;
+
+    /// Effects that follow from outcomes, and how their delivery goes.
+    run_outbox (idempotency_key, seq) {
+        idempotency_key -> Text,
+        seq -> Integer,
+        id -> Text,
+        topic -> Text,
+        payload -> Text,
+        status -> Text,
+        created_at -> Instant,
+        due_at -> Instant,
+        next_at -> Instant,
+        is_leased -> Bool,
+        tries -> Integer,
+        failures -> Integer,
+        settled_at -> Nullable<Instant>,
+        log -> Text,
+    }
+}
+
+diesel::allow_tables_to_appear_in_same_query!(
+    processed_orders,
+    run_ledger,
+    run_history,
+    run_outbox
+);

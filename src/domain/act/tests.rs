@@ -143,6 +143,7 @@ impl World {
             attempt: Some(attempt),
             holder: None,
             outcome,
+            effects: Vec::new(),
         }))
     }
 }

@@ -70,6 +70,7 @@ fn outcome(attempt: Option<u32>, outcome: Outcome) -> Report {
         attempt,
         holder: None,
         outcome,
+        effects: Vec::new(),
     }
 }
 
@@ -1254,6 +1255,110 @@ mod refused_effects {
     }
 }
 
+mod effects {
+    use super::*;
+    use crate::domain::effect::{Due, Effect};
+
+    fn with(names: &[&str], report: Report) -> Report {
+        let effect = |name: &&str| Effect {
+            id: (*name).to_owned(),
+            topic: "mail".to_owned(),
+            payload: "{}".to_owned(),
+            due: Due::Now,
+        };
+        Report {
+            effects: names.iter().map(effect).collect(),
+            ..report
+        }
+    }
+
+    /// The ids that are stored by a report.
+    fn stored(work: &mut Work, report: &Report) -> Vec<String> {
+        let settlement = settle(&work.state, &work.history, report, work.now);
+        let changed = settlement.answer == Ok(true);
+        assert!(changed || settlement.effects.is_empty());
+        work.state = settlement.state;
+        work.history.extend(settlement.events);
+        settlement
+            .effects
+            .into_iter()
+            .map(|effect| effect.id)
+            .collect()
+    }
+
+    #[test]
+    fn they_are_stored_with_the_outcome_and_noted_behind_it() {
+        let mut work = under_way();
+        assert_eq!(
+            stored(&mut work, &with(&["a", "b"], done("ch_1"))),
+            ["a", "b"]
+        );
+        let last = work.history.last().unwrap();
+        let ids = vec!["a".to_owned(), "b".to_owned()];
+        let outcome = OutcomeKind::Done;
+        assert_eq!(last.happening, Happening::Effects { outcome, ids });
+        assert_eq!((last.attempt, last.at), (1, work.now));
+        let before = &work.history[work.history.len() - 2];
+        assert_eq!(last.holder, before.holder);
+    }
+
+    #[test]
+    fn a_repeat_stores_nothing_whatever_it_is_changed_by() {
+        let mut work = under_way();
+        stored(&mut work, &with(&["a"], done_without_id()));
+        let before = work.clone();
+        for repeat in [done_without_id(), of(1, done_without_id())] {
+            assert!(stored(&mut work, &with(&["b", "c"], repeat)).is_empty());
+            assert_eq!(work, before);
+        }
+        // It fills in the id, and no more.
+        assert!(stored(&mut work, &with(&["d"], done("ch_1"))).is_empty());
+        assert_eq!(work.state.effect().0, Some(&"ch_1".to_owned()));
+    }
+
+    #[test]
+    fn the_first_ones_of_a_known_outcome_are_stored() {
+        let mut work = under_way();
+        assert!(stored(&mut work, &done("ch_1")).is_empty());
+        assert_eq!(stored(&mut work, &with(&["a"], done("ch_1"))), ["a"]);
+        assert!(stored(&mut work, &with(&["b"], done("ch_1"))).is_empty());
+    }
+
+    #[test]
+    fn each_outcome_of_each_attempt_has_its_own() {
+        let mut work = under_way();
+        assert_eq!(stored(&mut work, &with(&["a"], failed(1))), ["a"]);
+        assert!(stored(&mut work, &with(&["b"], failed(1))).is_empty());
+        assert_eq!(stored(&mut work, &with(&["c"], of(1, done("ch_1")))), ["c"]);
+        let mut work = under_way();
+        stored(&mut work, &with(&["a"], failed(1)));
+        work.claim_anew(&pending(b()));
+        assert_eq!(stored(&mut work, &with(&["b"], failed(2))), ["b"]);
+        // A delayed repeat of the first one's report.
+        assert!(stored(&mut work, &with(&["c"], failed(1))).is_empty());
+    }
+
+    #[test]
+    fn what_is_refused_stores_nothing() {
+        let mut work = under_way();
+        work.tell(&done("ch_1"));
+        let before = work.history.len();
+        for refused in [
+            with(&["a"], done("ch_2")),
+            with(&["b"], failed(1)),
+            with(&["c"], of(2, done("ch_3"))),
+        ] {
+            assert!(stored(&mut work, &refused).is_empty());
+        }
+        let happenings = work.history[before..].iter().map(|event| &event.happening);
+        assert!(
+            !happenings
+                .clone()
+                .any(|happening| matches!(happening, Happening::Effects { .. }))
+        );
+    }
+}
+
 mod window {
     use super::*;
 
@@ -1616,6 +1721,7 @@ mod properties {
                         attempt: attempt.map(|n| u32::try_from(n.max(1)).unwrap_or(1)),
                         holder: who.clone(),
                         outcome: outcome.clone(),
+                        effects: Vec::new(),
                     };
                     self.report(&report)?;
                 }

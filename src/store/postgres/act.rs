@@ -5,8 +5,9 @@ use std::collections::{BTreeMap, BTreeSet};
 use diesel::pg::PgConnection;
 use diesel::prelude::*;
 
-use super::{clock, lock_gate, lock_ledger, mark_opened, write_entries, write_events};
+use super::{clock, lock_gate, lock_ledger, mark_opened, outbox, write_entries, write_events};
 use crate::domain::act::Act;
+use crate::domain::effect::Effect;
 use crate::domain::ledger::Event;
 use crate::domain::text::IdempotencyKey;
 use crate::store::rows::{self, HistoryRow, LedgerRow};
@@ -57,6 +58,11 @@ pub(super) fn act_all(
         .map(|(key, known)| (*key, known.events()))
         .collect();
     write_events(connection, &events)?;
+    let effects: Vec<(&IdempotencyKey, &[Effect])> = found
+        .iter()
+        .map(|(key, known)| (*key, known.effects.as_slice()))
+        .collect();
+    outbox::store(connection, &effects, now)?;
     Ok(acted)
 }
 

@@ -1,4 +1,4 @@
-//! Looks at tables that exist before the first migration.
+//! Looks at tables that exist before the migration that makes them.
 
 use diesel::dsl::sql;
 use diesel::pg::PgConnection;
@@ -6,7 +6,7 @@ use diesel::prelude::*;
 use diesel::sql_types::{Nullable, Text};
 
 use super::super::adopt::{
-    Column, Constraint, Dialect, Existing, Kind, TABLES, Table, fault as fault_of,
+    Column, Constraint, Dialect, Existing, Kind, Table, fault as fault_of, tables_to_come,
 };
 
 const DIALECT: Dialect = Dialect {
@@ -32,8 +32,12 @@ struct Schema {
     name: Option<String>,
 }
 
-/// What keeps the tables of the current schema from being adopted; none: nothing does.
-pub(super) fn fault(connection: &mut PgConnection) -> QueryResult<Option<String>> {
+/// What keeps the tables of the current schema from being adopted, as far as these migrations leave it open;
+/// none: nothing does.
+pub(super) fn fault(
+    connection: &mut PgConnection,
+    applied: &[String],
+) -> QueryResult<Option<String>> {
     let schema: Schema =
         diesel::sql_query("SELECT current_schema()::text AS name").get_result(connection)?;
     let Some(schema) = schema.name else {
@@ -48,7 +52,7 @@ pub(super) fn fault(connection: &mut PgConnection) -> QueryResult<Option<String>
             "the database's encoding is {encoding}, which cannot hold every text: make one with CREATE DATABASE … ENCODING 'UTF8' TEMPLATE template0; nothing was changed"
         )));
     }
-    for table in &TABLES {
+    for table in tables_to_come(applied) {
         let resolved: Option<String> = diesel::select(
             sql::<Nullable<Text>>(
                 "(SELECT nspname::text FROM pg_class JOIN pg_namespace ON pg_namespace.oid = relnamespace \

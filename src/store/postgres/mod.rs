@@ -7,6 +7,8 @@ mod connect;
 mod insert;
 mod lane;
 mod list;
+mod listen;
+mod outbox;
 mod retention;
 
 use std::collections::{BTreeMap, HashSet};
@@ -30,6 +32,7 @@ use self::claim::New;
 use self::connect::Server;
 use self::lane::Lane;
 
+use super::outbox::{Lease, Leased, Parcel, ParcelFilter, ParcelPage, Settled, Undelivered};
 use super::rows::{self, At, GateRow, HistoryRow, LedgerRow};
 use super::schema::{
     Instant, processed_orders as gate, run_history as history, run_ledger as ledger,
@@ -179,9 +182,7 @@ impl PostgresStore {
                 if is_read_only(connection)? {
                     return Err(Migration::Waiting("the server is read-only"));
                 }
-                if ours.first().is_some_and(|first| !applied.contains(first))
-                    && let Some(fault) = adopt::fault(connection)?
-                {
+                if let Some(fault) = adopt::fault(connection, &applied)? {
                     return Err(Migration::Fault(fault));
                 }
                 // Whoever waits for this lock makes all others wait behind it, so not for long.
@@ -586,6 +587,41 @@ impl Store for PostgresStore {
         self.transact(|connection| Ok(retention::remove(connection, sweep)?))
     }
 
+    fn remove_effects(&self, kept: TimeDelta, limit: u32) -> Result<Option<u64>, StoreError> {
+        self.transact(|connection| Ok(retention::remove_effects(connection, kept, limit)?))
+    }
+
+    fn lease_effects(&self, lease: &Lease) -> Result<Leased, StoreError> {
+        self.transact(|connection| Ok(outbox::lease(connection, lease)?))
+    }
+
+    fn settle_effects(&self, settled: &[Settled]) -> Result<usize, StoreError> {
+        self.transact(|connection| Ok(outbox::settle(connection, settled)?))
+    }
+
+    fn list_effects(&self, filter: &ParcelFilter) -> Result<ParcelPage, StoreError> {
+        self.read(|connection| outbox::list(connection, filter))
+    }
+
+    fn effect(&self, id: &str) -> Result<Option<Parcel>, StoreError> {
+        self.read(|connection| outbox::find(connection, id))
+    }
+
+    fn redeliver(&self, id: &str) -> Result<Option<(Parcel, bool)>, StoreError> {
+        self.transact(|connection| Ok(outbox::redeliver(connection, id)?))
+    }
+
+    fn undelivered(&self) -> Result<Undelivered, StoreError> {
+        self.read(|connection| {
+            let now = clock(connection)?;
+            outbox::undelivered(connection, now)
+        })
+    }
+
+    fn listen(&self, on_effects: Box<dyn Fn() + Send>) -> bool {
+        listen::start(&self.server, on_effects)
+    }
+
     fn ready(&self) -> Result<(), StoreError> {
         self.read(|connection| {
             if is_read_only(connection)? {
@@ -595,6 +631,7 @@ impl Store for PostgresStore {
                 "has_table_privilege('processed_orders', 'SELECT, INSERT, UPDATE') \
                  AND has_table_privilege('run_ledger', 'SELECT, INSERT, UPDATE') \
                  AND has_table_privilege('run_history', 'SELECT, INSERT') \
+                 AND has_table_privilege('run_outbox', 'SELECT, INSERT, UPDATE') \
                  AND has_function_privilege('dedup_gate_won(text[])', 'EXECUTE')",
             ))
             .get_result(connection)?;

@@ -7,7 +7,7 @@ use diesel::connection::SimpleConnection;
 use diesel::dsl::{exists, not, sql};
 use diesel::pg::PgConnection;
 use diesel::prelude::*;
-use diesel::sql_types::{BigInt, Bool};
+use diesel::sql_types::{BigInt, Bool, Double};
 
 use super::{ByKey, clock};
 use crate::domain::Time;
@@ -28,13 +28,7 @@ pub(super) fn remove(
     connection: &mut PgConnection,
     sweep: &Sweep,
 ) -> Result<Option<Removed>, StoreError> {
-    let is_alone: bool = diesel::select(
-        sql::<Bool>("pg_try_advisory_xact_lock(")
-            .bind::<BigInt, _>(LOCK)
-            .sql(")"),
-    )
-    .get_result(connection)?;
-    if !is_alone {
+    if !is_alone(connection)? {
         return Ok(None);
     }
     let now = clock(connection)?;
@@ -42,6 +36,38 @@ pub(super) fn remove(
     let (keys, next) = sweep.choose(found, TICK);
     let count = forget(connection, &keys, sweep, now)?;
     Ok(Some(sweep.removed(count, next, TICK)))
+}
+
+/// Removes effects that were delivered so long ago, a batch of them, and says how many.
+pub(super) fn remove_effects(
+    connection: &mut PgConnection,
+    kept: TimeDelta,
+    limit: u32,
+) -> Result<Option<u64>, StoreError> {
+    if !is_alone(connection)? {
+        return Ok(None);
+    }
+    let removed = diesel::sql_query(
+        "DELETE FROM run_outbox WHERE (idempotency_key, seq) IN ( \
+             SELECT idempotency_key, seq FROM run_outbox \
+             WHERE status = 'delivered' \
+                 AND settled_at <= statement_timestamp() - make_interval(secs => $1) \
+             ORDER BY settled_at LIMIT $2 FOR UPDATE SKIP LOCKED)",
+    )
+    .bind::<Double, _>(kept.as_seconds_f64())
+    .bind::<BigInt, _>(i64::from(limit))
+    .execute(connection)?;
+    Ok(Some(removed as u64))
+}
+
+/// Whether no other replica is at it, until the transaction ends.
+fn is_alone(connection: &mut PgConnection) -> QueryResult<bool> {
+    diesel::select(
+        sql::<Bool>("pg_try_advisory_xact_lock(")
+            .bind::<BigInt, _>(LOCK)
+            .sql(")"),
+    )
+    .get_result(connection)
 }
 
 /// What has not changed for so long, in the order of its changes, and whether it looks as if it were

@@ -1,11 +1,11 @@
-//! Looks at tables that exist before the first migration.
+//! Looks at tables that exist before the migration that makes them.
 
 use diesel::prelude::*;
 use diesel::sql_types::Text;
 use diesel::sqlite::SqliteConnection;
 
 use super::super::adopt::{
-    Column, Constraint, Dialect, Existing, Kind, TABLES, Table, fault as fault_of,
+    Column, Constraint, Dialect, Existing, Kind, Table, fault as fault_of, tables_to_come,
 };
 
 const DIALECT: Dialect = Dialect {
@@ -25,9 +25,13 @@ fn fits(type_name: &str, kind: Kind) -> bool {
             && !declared.contains("INT")
 }
 
-/// What keeps the tables of the file from being adopted; none: nothing does.
-pub(super) fn fault(connection: &mut SqliteConnection) -> QueryResult<Option<String>> {
-    for table in &TABLES {
+/// What keeps the tables of the file from being adopted, as far as these migrations leave it open; none:
+/// nothing does.
+pub(super) fn fault(
+    connection: &mut SqliteConnection,
+    applied: &[String],
+) -> QueryResult<Option<String>> {
+    for table in tables_to_come(applied) {
         let existing = existing(connection, table)?;
         if let Some(fault) = existing.and_then(|existing| fault_of(table, &existing, &DIALECT)) {
             return Ok(Some(format!(

@@ -3,6 +3,7 @@
 mod adopt;
 mod insert;
 mod list;
+mod outbox;
 mod retention;
 
 use std::collections::BTreeMap;
@@ -12,15 +13,15 @@ use std::time::Duration;
 use chrono::{SubsecRound, TimeDelta, Utc};
 use diesel::connection::SimpleConnection;
 use diesel::dsl::{exists, sql};
-use diesel::migration::MigrationSource;
 use diesel::prelude::*;
 use diesel::r2d2::{ConnectionManager, CustomizeConnection, Pool};
 use diesel::result::Error as DieselError;
 use diesel::sql_types::Text;
-use diesel::sqlite::{Sqlite, SqliteConnection};
+use diesel::sqlite::SqliteConnection;
 use diesel_migrations::{EmbeddedMigrations, MigrationHarness, embed_migrations};
 
 use self::insert::insert;
+use super::outbox::{Lease, Leased, Parcel, ParcelFilter, ParcelPage, Settled, Undelivered};
 use super::rows::{self, At, GateRow, HistoryRow, LedgerRow};
 use super::schema::{processed_orders as gate, run_history as history, run_ledger as ledger};
 use super::{
@@ -152,15 +153,9 @@ impl SqliteStore {
             .map_err(|error| unusable(&error))?;
         connection
             .immediate_transaction(|connection| {
-                // Only ours count: others may keep theirs in the same list.
-                let is_new = MigrationSource::<Sqlite>::migrations(&MIGRATIONS)
-                    .and_then(|ours| {
-                        let applied = connection.applied_migrations()?;
-                        let first = ours.first().map(|first| first.name().version());
-                        Ok(first.is_some_and(|first| !applied.contains(&first)))
-                    })
-                    .map_err(Migration::Failed)?;
-                if is_new && let Some(fault) = adopt::fault(connection)? {
+                let applied = connection.applied_migrations().map_err(Migration::Failed)?;
+                let applied: Vec<String> = applied.iter().map(ToString::to_string).collect();
+                if let Some(fault) = adopt::fault(connection, &applied)? {
                     return Err(Migration::Fault(fault));
                 }
                 connection
@@ -256,6 +251,7 @@ impl SqliteStore {
                     mark_opened(connection, key)?;
                 }
                 write_events(connection, key, known.events())?;
+                outbox::store(connection, key, &known.effects, now)?;
             }
             Ok(acted)
         })
@@ -510,6 +506,39 @@ impl Store for SqliteStore {
 
     fn remove(&self, sweep: &Sweep) -> Result<Option<Removed>, StoreError> {
         self.transact(|connection| Ok(Some(retention::remove(connection, sweep)?)))
+    }
+
+    fn remove_effects(&self, kept: TimeDelta, limit: u32) -> Result<Option<u64>, StoreError> {
+        self.transact(|connection| Ok(Some(retention::remove_effects(connection, kept, limit)?)))
+    }
+
+    fn lease_effects(&self, lease: &Lease) -> Result<Leased, StoreError> {
+        self.transact(|connection| Ok(outbox::lease(connection, lease, clock())?))
+    }
+
+    fn settle_effects(&self, settled: &[Settled]) -> Result<usize, StoreError> {
+        self.transact(|connection| Ok(outbox::settle(connection, settled, clock())?))
+    }
+
+    fn list_effects(&self, filter: &ParcelFilter) -> Result<ParcelPage, StoreError> {
+        self.read(|connection| outbox::list(connection, filter))
+    }
+
+    fn effect(&self, id: &str) -> Result<Option<Parcel>, StoreError> {
+        self.read(|connection| outbox::find(connection, id))
+    }
+
+    fn redeliver(&self, id: &str) -> Result<Option<(Parcel, bool)>, StoreError> {
+        self.transact(|connection| Ok(outbox::redeliver(connection, id, clock())?))
+    }
+
+    fn undelivered(&self) -> Result<Undelivered, StoreError> {
+        self.read(|connection| outbox::undelivered(connection, clock()))
+    }
+
+    /// A file tells nobody.
+    fn listen(&self, _: Box<dyn Fn() + Send>) -> bool {
+        false
     }
 
     /// Takes the lock that a write takes, and writes nothing.

@@ -12,6 +12,7 @@ use crate::domain::text::IdempotencyKey;
 use crate::store::rows::{At, read_text};
 use crate::store::schema::{
     Instant, processed_orders as gate, run_history as history, run_ledger as ledger,
+    run_outbox as outbox,
 };
 use crate::store::{Removed, StoreError, Sweep, Table};
 
@@ -38,6 +39,25 @@ pub(super) fn remove(
         }
     }
     Ok(sweep.removed(count, next, TICK))
+}
+
+/// Removes effects that were delivered so long ago, a batch of them, and says how many.
+pub(super) fn remove_effects(
+    connection: &mut SqliteConnection,
+    kept: TimeDelta,
+    limit: u32,
+) -> QueryResult<u64> {
+    let over: Vec<(String, i32)> = outbox::table
+        .filter(sql::<Bool>("status = 'delivered'"))
+        .filter(outbox::settled_at.le(At(clock() - kept)))
+        .order(outbox::settled_at)
+        .limit(limit.into())
+        .select((outbox::idempotency_key, outbox::seq))
+        .load(connection)?;
+    for (key, seq) in &over {
+        diesel::delete(outbox::table.find((key, seq))).execute(connection)?;
+    }
+    Ok(over.len() as u64)
 }
 
 /// What has not changed for so long, in the order of its changes, and whether it looks as if it were
