@@ -119,10 +119,10 @@ async fn purge(settings: &Settings) -> Result<(), String> {
         .ok_or("RETENTION is not set: everything is kept for ever")?;
     let metrics = Arc::new(Metrics::new(&Code::names()));
     let gate = open_gate(settings, metrics).await?;
-    let count = retention::purge(&gate, kept, Others::Wait)
+    let purged = retention::purge(&gate, kept, Others::Wait)
         .await
         .map_err(|error| error.to_string())?;
-    println!("removed {count} keys");
+    println!("removed {purged}");
     Ok(())
 }
 

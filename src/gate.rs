@@ -50,7 +50,7 @@ pub struct Gate {
     connections: Arc<Semaphore>,
     connections_max: u32,
     queue: Semaphore,
-    /// Counts how often effects may have been stored.
+    /// Counts how often effects may have become due.
     effects: watch::Sender<u64>,
 }
 
@@ -284,8 +284,9 @@ impl Gate {
         .await
     }
 
-    /// Changes whenever effects may have been stored, by this replica or by another one that tells.
-    pub fn effects_stored(&self) -> watch::Receiver<u64> {
+    /// Changes whenever effects may have become due: stored by this replica or by another one that tells, or
+    /// waited for by others of their key.
+    pub fn effects_changed(&self) -> watch::Receiver<u64> {
         self.effects.subscribe()
     }
 
@@ -311,9 +312,13 @@ impl Gate {
     /// # Errors
     ///
     /// There is no answer.
-    pub async fn settle_effects(&self, settled: Arc<[Settled]>) -> Result<usize, GateError> {
+    pub async fn settle_effects(&self, settled: Vec<Settled>) -> Result<usize, GateError> {
+        let changed = self.effects.clone();
         self.ask("settle_effects", move |store| {
-            store.settle_effects(&settled)
+            let held = store.settle_effects(&settled)?;
+            // Others of the same keys may have waited for them.
+            changed.send_modify(|count| *count += 1);
+            Ok(held)
         })
         .await
     }

@@ -4,6 +4,8 @@
 //! allocated or locked for a claim. What merely is (queues, the pool, the backlog) is asked for when
 //! somebody reads. No label holds what a caller sent.
 
+use std::time::Duration;
+
 use prometheus::core::Collector;
 use prometheus::{
     Gauge, Histogram, HistogramOpts, HistogramVec, IntCounter, IntCounterVec, IntGauge,
@@ -12,11 +14,18 @@ use prometheus::{
 
 use crate::domain::claim::{Decided, KeyReused};
 use crate::domain::ledger::Status;
+use crate::domain::effect::Delivery;
 use crate::store::Backlog;
+use crate::store::outbox::Undelivered;
 
 /// From a commit on a fast disk to the time in which every caller is answered, in seconds.
 const STORE_SECONDS: [f64; 12] = [
     0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5,
+];
+
+/// From at once to the day that a receiver was away, in seconds.
+const DELIVERY_SECONDS: [f64; 13] = [
+    0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0, 60.0, 600.0, 3600.0, 86_400.0,
 ];
 
 /// Everything that is counted from the start of the process.
@@ -27,6 +36,16 @@ pub struct Metrics {
     problems: IntCounterVec,
     batch_sizes: HistogramVec,
     store_seconds: HistogramVec,
+    tries: Tries,
+    lost_leases: IntCounter,
+    delivery_seconds: Histogram,
+}
+
+/// Tries to deliver an effect, by what came of them.
+struct Tries {
+    delivered: IntCounter,
+    failed: IntCounter,
+    dead: IntCounter,
 }
 
 /// Claims, by what was said to them.
@@ -82,6 +101,12 @@ impl Metrics {
             "Replies that are problems, by code.",
             "code",
         );
+        let tries = counters(
+            &registry,
+            "dedup_gate_outbox_tries_total",
+            "Tries to deliver an effect, by outcome: delivered, failed (tried again later), dead (given up).",
+            "outcome",
+        );
         for code in problem_codes {
             problems.with_label_values(&[code]);
         }
@@ -114,6 +139,28 @@ impl Metrics {
                 "operation",
                 STORE_SECONDS.to_vec(),
             ),
+            tries: Tries {
+                delivered: tries.with_label_values(&["delivered"]),
+                failed: tries.with_label_values(&["failed"]),
+                dead: tries.with_label_values(&["dead"]),
+            },
+            lost_leases: registered(
+                &registry,
+                IntCounter::new(
+                    "dedup_gate_outbox_lost_leases_total",
+                    "Tries that were settled after their lease had run out, or twice: a receiver may get these effects again.",
+                ),
+            ),
+            delivery_seconds: registered(
+                &registry,
+                Histogram::with_opts(
+                    HistogramOpts::new(
+                        "dedup_gate_outbox_delivery_seconds",
+                        "How long after an effect was due a receiver had taken it.",
+                    )
+                    .buckets(DELIVERY_SECONDS.to_vec()),
+                ),
+            ),
             registry,
         }
     }
@@ -138,6 +185,25 @@ impl Metrics {
         self.problems.with_label_values(&[code]).inc();
     }
 
+    /// Counts a try to deliver an effect, by where the effect stands after it.
+    pub fn count_try(&self, after: Delivery) {
+        match after {
+            Delivery::Delivered => self.tries.delivered.inc(),
+            Delivery::Pending => self.tries.failed.inc(),
+            Delivery::Dead => self.tries.dead.inc(),
+        }
+    }
+
+    /// Counts tries whose lease did not hold.
+    pub fn count_lost_leases(&self, count: u64) {
+        self.lost_leases.inc_by(count);
+    }
+
+    /// Notes how long after an effect was due it was delivered.
+    pub fn observe_delivery(&self, time: Duration) {
+        self.delivery_seconds.observe(time.as_secs_f64());
+    }
+
     /// The sizes of a lane's batches.
     pub fn batch_sizes(&self, lane: &'static str) -> Histogram {
         self.batch_sizes.with_label_values(&[lane])
@@ -150,17 +216,18 @@ impl Metrics {
 
     /// All of it in Prometheus' text format, with what is true at the moment. Without a backlog, its
     /// metrics are left out: an old number would look like a new one.
-    pub fn text(&self, load: &Load, backlog: Option<&Backlog>) -> String {
+    pub fn text(&self, load: &Load, read: Option<(&Backlog, &Undelivered)>) -> String {
         let now = Registry::new();
         show_load(&now, load);
         gauge(
             &now,
             "dedup_gate_store_up",
             "Whether the store could be asked when this was read: 1, or 0. Where it is 0, the metrics that come from it are absent.",
-            backlog.is_some().into(),
+            read.is_some().into(),
         );
-        if let Some(backlog) = backlog {
+        if let Some((backlog, undelivered)) = read {
             show_backlog(&now, backlog);
+            show_undelivered(&now, undelivered);
         }
         let families = [self.registry.gather(), now.gather()].concat();
         TextEncoder::new()
@@ -243,6 +310,36 @@ fn show_backlog(registry: &Registry, backlog: &Backlog) {
         ),
     );
     age.set(backlog.oldest.as_seconds_f64());
+}
+
+fn show_undelivered(registry: &Registry, undelivered: &Undelivered) {
+    let bound = Undelivered::BOUND;
+    gauge(
+        registry,
+        "dedup_gate_outbox_waiting",
+        &format!(
+            "Effects that are not delivered yet; {bound} also where there are more. The same on every replica."
+        ),
+        signed(undelivered.waiting),
+    );
+    gauge(
+        registry,
+        "dedup_gate_outbox_dead",
+        &format!(
+            "Effects that were given up; {bound} also where there are more. The same on every replica."
+        ),
+        signed(undelivered.dead),
+    );
+    let age = registered(
+        registry,
+        Gauge::new(
+            "dedup_gate_outbox_oldest_waiting_age_seconds",
+            format!(
+                "How long ago the oldest effect was due that is not delivered yet, of the {bound} that are tried next; 0 where none is. The same on every replica."
+            ),
+        ),
+    );
+    age.set(undelivered.oldest.as_seconds_f64());
 }
 
 fn gauge(registry: &Registry, name: &str, help: &str, value: i64) {

@@ -1,5 +1,6 @@
 //! How long what is over is kept: removes it in small batches, beside the load.
 
+use std::fmt;
 use std::time::{Duration, Instant};
 
 use chrono::TimeDelta;
@@ -34,21 +35,40 @@ pub enum Others {
 pub async fn run(gate: &Gate, kept: TimeDelta) {
     loop {
         match purge(gate, kept, Others::Yield).await {
-            Ok(0) => {}
-            Ok(count) => log::info!("removed {count} keys that were over (RETENTION)"),
+            Ok(purged) if purged == Purged::default() => {}
+            Ok(purged) => log::info!("removed what was over (RETENTION): {purged}"),
             Err(error) => log::warn!("nothing more is removed for now: {error}"),
         }
         sleep(EVERY).await;
     }
 }
 
-/// Removes all that has been over for `kept`, and says how many keys that were.
+/// What was removed.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Purged {
+    /// Keys, with all that was known of them.
+    pub keys: u64,
+    /// Effects that were delivered.
+    pub effects: u64,
+}
+
+impl fmt::Display for Purged {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(
+            formatter,
+            "{} keys, {} delivered effects",
+            self.keys, self.effects
+        )
+    }
+}
+
+/// Removes all that has been over for `kept`, and says how much that was.
 ///
 /// # Errors
 ///
 /// The store could not do it; the batches before stand.
-pub async fn purge(gate: &Gate, kept: TimeDelta, others: Others) -> Result<u64, GateError> {
-    let mut count = 0;
+pub async fn purge(gate: &Gate, kept: TimeDelta, others: Others) -> Result<Purged, GateError> {
+    let mut purged = Purged::default();
     for table in [Table::Ledger, Table::Gate] {
         let mut from = None;
         loop {
@@ -61,12 +81,12 @@ pub async fn purge(gate: &Gate, kept: TimeDelta, others: Others) -> Result<u64, 
             };
             let Some(removed) = gate.remove(sweep).await? else {
                 if others == Others::Yield {
-                    return Ok(count);
+                    return Ok(purged);
                 }
                 sleep(TURN).await;
                 continue;
             };
-            count += removed.count;
+            purged.keys += removed.count;
             from = removed.next;
             if from.is_none() {
                 break;
@@ -74,5 +94,19 @@ pub async fn purge(gate: &Gate, kept: TimeDelta, others: Others) -> Result<u64, 
             sleep(begun.elapsed() * REST).await;
         }
     }
-    Ok(count)
+    loop {
+        let begun = Instant::now();
+        match gate.remove_effects(kept, BATCH).await? {
+            Some(removed) => {
+                purged.effects += removed;
+                if removed < u64::from(BATCH) {
+                    break;
+                }
+                sleep(begun.elapsed() * REST).await;
+            }
+            None if others == Others::Yield => break,
+            None => sleep(TURN).await,
+        }
+    }
+    Ok(purged)
 }
