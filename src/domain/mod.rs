@@ -9,6 +9,7 @@ pub mod ledger;
 pub mod planted;
 pub mod retry;
 pub mod rfc3339;
+pub mod route;
 pub mod text;
 pub mod webhook;
 

@@ -87,6 +87,33 @@ impl TryFrom<String> for IdempotencyKey {
     }
 }
 
+/// What an effect is about, and so where it goes: 1 to 128 ASCII letters, digits, `.`, `_`, `-`, `:`
+/// and `/`. A header, a URL and a label of a metric can all hold it as it is.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash, Deserialize)]
+#[serde(try_from = "String")]
+pub struct Topic(String);
+
+impl Topic {
+    /// The topic's text.
+    pub fn as_str(&self) -> &str {
+        &self.0
+    }
+}
+
+impl TryFrom<String> for Topic {
+    type Error = String;
+
+    fn try_from(text: String) -> Result<Self, String> {
+        let is_plain =
+            |c: u8| c.is_ascii_alphanumeric() || matches!(c, b'.' | b'_' | b'-' | b':' | b'/');
+        if (1..=128).contains(&text.len()) && text.bytes().all(is_plain) {
+            Ok(Self(text))
+        } else {
+            Err("must be 1 to 128 ASCII letters, digits, '.', '_', '-', ':' or '/'".into())
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -128,6 +155,16 @@ mod tests {
         assert!(IdempotencyKey::try_from("a b".to_owned()).is_ok());
         for bad in [" a", "a\u{feff}", "\u{2003}a"] {
             assert!(IdempotencyKey::try_from(bad.to_owned()).is_err());
+        }
+    }
+
+    #[test]
+    fn a_topic_is_plain_and_short() {
+        for good in ["a", "order.paid", "n8n:mail/v2_x-y", &"a".repeat(128)] {
+            assert!(Topic::try_from(good.to_owned()).is_ok(), "{good}");
+        }
+        for bad in ["", "*", "a b", "a=b", "a,b", "é", "a\n", &"a".repeat(129)] {
+            assert!(Topic::try_from(bad.to_owned()).is_err(), "{bad}");
         }
     }
 }
