@@ -34,8 +34,8 @@ RUN cargo build --release --locked
 
 FROM debian:bookworm-slim
 
-# The certificates are for `sslmode=verify-full` in DATABASE_URL. /data is where the SQLite file lives; a volume
-# takes over its owner.
+# The certificates are for webhooks, and for `sslmode=verify-full` in DATABASE_URL. /data is where the SQLite file
+# lives; a volume takes over its owner.
 # hadolint ignore=DL3008
 RUN apt-get update \
  && apt-get install --yes --no-install-recommends ca-certificates \

@@ -8,14 +8,17 @@ use actix_web::{App, HttpServer, web};
 use chrono::TimeDelta;
 use secrecy::ExposeSecret;
 use tokio::signal::unix::{SignalKind, signal};
+use tokio::sync::watch;
+use tokio::time::timeout;
 
 use crate::api::auth::ApiKeys;
 use crate::api::problem::Code;
 use crate::api::{self, request_log};
 use crate::config::{Command, Database, Settings};
-use crate::domain::route::Routes;
 use crate::gate::{Gate, LaneLimits};
 use crate::metrics::Metrics;
+use crate::outbox::Outbox;
+use crate::outbox::send::Sender;
 use crate::retention::{self, Others};
 use crate::store::postgres::PostgresStore;
 use crate::store::sqlite::SqliteStore;
@@ -66,10 +69,27 @@ async fn serve(settings: &Settings) -> Result<(), String> {
         keys.iter()
             .map(|key| (key.name.as_str(), key.secret.expose_secret())),
     ));
-    let routes = web::Data::new(Routes::default());
+    let routes = web::Data::new(settings.outbox_routes()?);
+    let sender = Sender::new(
+        settings.outbox_secrets()?,
+        settings.outbox_allowed_hosts()?,
+        settings.outbox_timeout(),
+    )?;
+    sender.check(&routes).await?;
+    let patience = settings.outbox_patience()?;
     let body_limit = settings.body_limit as usize;
     let listener = bind(&addresses)?;
     let address = listener.local_addr().map_err(|error| error.to_string())?;
+    let outbox = Outbox::new(
+        gate.clone().into_inner(),
+        metrics.clone().into_inner(),
+        sender,
+        patience,
+        settings.outbox_timeout(),
+    );
+    let (stop, stopped) = watch::channel(false);
+    let delivered = routes.clone();
+    let outbox = actix_web::rt::spawn(async move { outbox.run(&delivered, stopped).await });
     let server = HttpServer::new(move || {
         App::new()
             .app_data(gate.clone())
@@ -95,10 +115,14 @@ async fn serve(settings: &Settings) -> Result<(), String> {
             _ = interrupt.recv() => {}
         }
         log::info!("stopping: finishing what is in flight");
+        stop.send_replace(true);
         handle.stop(true).await;
     });
     log::info!("listening on {address}");
-    server.await.map_err(|error| error.to_string())
+    server.await.map_err(|error| error.to_string())?;
+    // What is not settled by then is sent again when its lease has run out.
+    let _ = timeout(Duration::from_secs(SHUTDOWN_SECONDS), outbox).await;
+    Ok(())
 }
 
 fn bind(addresses: &[SocketAddr]) -> Result<TcpListener, String> {

@@ -7,7 +7,10 @@ use chrono::TimeDelta;
 use clap::{Args, Parser, Subcommand};
 use secrecy::{ExposeSecret, SecretString};
 
+use crate::domain::effect::Patience;
 use crate::domain::retry::Policy;
+use crate::domain::route::{self, Routes};
+use crate::domain::webhook::SigningSecret;
 
 /// Makes n8n workflows safe to run twice.
 #[derive(Debug, Parser)]
@@ -111,10 +114,49 @@ pub struct Settings {
     #[arg(long, env, global = true, value_name = "SECONDS", default_value_t = 300,
           value_parser = clap::value_parser!(u32).range(0..=31_536_000))]
     retry_after_limit: u32,
+
+    /// Where effects are delivered, as TOPIC=URL,…; the topic * stands for every other
+    #[arg(
+        long,
+        env,
+        global = true,
+        hide_env_values = true,
+        value_name = "TOPIC=URL,…"
+    )]
+    outbox_routes: Option<SecretString>,
+
+    /// What deliveries are signed with, each as `whsec_` and 24 to 64 bytes in base64 [default: they
+    /// are not signed]
+    #[arg(
+        long,
+        env,
+        global = true,
+        hide_env_values = true,
+        value_name = "SECRET,…"
+    )]
+    outbox_secrets: Option<SecretString>,
+
+    /// Which hosts may be delivered to although they are link-local, or a cloud's metadata
+    #[arg(long, env, global = true, value_name = "HOST,…")]
+    outbox_allowed_hosts: Option<String>,
+
+    /// How long a receiver may take to answer, in seconds
+    #[arg(long, env, global = true, value_name = "SECONDS", default_value_t = 15,
+          value_parser = clap::value_parser!(u32).range(1..=120))]
+    outbox_timeout: u32,
+
+    /// How long to wait after each failed delivery, in seconds; as many retries as waits, at most 20
+    #[arg(long, env, global = true, value_name = "SECONDS,…", value_delimiter = ',',
+          default_value = "5,30,120,600,1800,7200,18000,36000",
+          value_parser = clap::value_parser!(u32).range(0..=2_592_000))]
+    outbox_retry_waits: Vec<u32>,
 }
 
 /// How many tries there may be.
 const MAX_TRIES: usize = 10;
+
+/// How often a delivery may be repeated.
+const MAX_RETRIES: usize = 20;
 
 /// Where keys are kept.
 #[derive(Debug)]
@@ -262,6 +304,61 @@ impl Settings {
         }
         Ok(keys)
     }
+
+    /// Where effects are delivered; nowhere where nothing is said.
+    ///
+    /// # Errors
+    ///
+    /// `OUTBOX_ROUTES` is not a list of topics and URLs, or one of its hosts is forbidden, or
+    /// `OUTBOX_ALLOWED_HOSTS` is not a list of hosts.
+    pub fn outbox_routes(&self) -> Result<Routes, String> {
+        match given(self.outbox_routes.as_ref()) {
+            Some(routes) => Routes::parse(routes, &self.outbox_allowed_hosts()?),
+            None => Ok(Routes::default()),
+        }
+    }
+
+    /// What deliveries are signed with; they are not where there is nothing.
+    ///
+    /// # Errors
+    ///
+    /// `OUTBOX_SECRETS` is not a list of secrets.
+    pub fn outbox_secrets(&self) -> Result<Vec<SigningSecret>, String> {
+        given(self.outbox_secrets.as_ref()).map_or(Ok(Vec::new()), SigningSecret::parse_list)
+    }
+
+    /// Which hosts may be delivered to whatever their addresses are.
+    ///
+    /// # Errors
+    ///
+    /// `OUTBOX_ALLOWED_HOSTS` is not a list of hosts.
+    pub fn outbox_allowed_hosts(&self) -> Result<Vec<String>, String> {
+        let hosts = self.outbox_allowed_hosts.as_deref();
+        let hosts = hosts.filter(|hosts| !hosts.is_empty());
+        hosts.map_or(Ok(Vec::new()), route::parse_hosts)
+    }
+
+    /// How long a receiver may take to answer.
+    pub fn outbox_timeout(&self) -> Duration {
+        Duration::from_secs(self.outbox_timeout.into())
+    }
+
+    /// How often a delivery is tried, and how long it waits between tries.
+    ///
+    /// # Errors
+    ///
+    /// `OUTBOX_RETRY_WAITS` has too many waits.
+    pub fn outbox_patience(&self) -> Result<Patience, String> {
+        if self.outbox_retry_waits.len() > MAX_RETRIES {
+            return Err(format!(
+                "OUTBOX_RETRY_WAITS: {} waits are more than {MAX_RETRIES}",
+                self.outbox_retry_waits.len()
+            ));
+        }
+        Ok(Patience {
+            waits: self.outbox_retry_waits.clone(),
+        })
+    }
 }
 
 /// Whether libpq can read the user's part and the hosts of a URL. It would repeat what it cannot
@@ -335,10 +432,16 @@ mod tests {
             "postgres://u:hunter2@h/d",
             "--api-keys",
             "n8n:hunter2",
+            "--outbox-routes",
+            "a=http://hunter2@h/hunter2",
+            "--outbox-secrets",
+            "whsec_hunter2hunter2hunter2hunter2hunt",
         ]);
         assert!(!format!("{all:?}").contains("hunter2"));
         assert!(!format!("{:?}", all.api_keys().unwrap()).contains("hunter2"));
         assert!(!format!("{:?}", all.database().unwrap()).contains("hunter2"));
+        assert!(!format!("{:?}", all.outbox_routes().unwrap()).contains("hunter2"));
+        assert!(!format!("{:?}", all.outbox_secrets().unwrap()).contains("hunter2"));
     }
 
     #[test]
@@ -375,6 +478,70 @@ mod tests {
         ] {
             let refused = settings(&["--api-keys", bad]).api_keys().unwrap_err();
             assert!(!refused.contains("hunter2"), "{refused}");
+        }
+    }
+
+    #[test]
+    fn what_the_outbox_is_not_told_is_absent() {
+        for arguments in [
+            &[][..],
+            &[
+                "--outbox-routes=",
+                "--outbox-secrets=",
+                "--outbox-allowed-hosts=",
+            ],
+        ] {
+            let settings = settings(arguments);
+            assert_eq!(settings.outbox_routes().unwrap().iter().count(), 0);
+            assert!(settings.outbox_secrets().unwrap().is_empty());
+            assert!(settings.outbox_allowed_hosts().unwrap().is_empty());
+        }
+    }
+
+    #[test]
+    fn effects_go_to_a_forbidden_host_only_where_it_is_named() {
+        let routes = "--outbox-routes=a=http://a.example/,b=http://169.254.7.7/";
+        let refused = settings(&[routes]).outbox_routes().unwrap_err();
+        assert!(refused.starts_with("OUTBOX_ROUTES: "), "{refused}");
+        let allowed = "--outbox-allowed-hosts=x,169.254.7.7";
+        let routes_of = |settings: &Settings| settings.outbox_routes().unwrap().iter().count();
+        assert_eq!(routes_of(&settings(&[routes, allowed])), 2);
+        let refused = settings(&[routes, "--outbox-allowed-hosts=http://h/"])
+            .outbox_routes()
+            .unwrap_err();
+        assert!(refused.starts_with("OUTBOX_ALLOWED_HOSTS: "), "{refused}");
+    }
+
+    #[test]
+    fn an_answer_takes_from_one_second_to_two_minutes() {
+        let of = |arguments: &[&str]| settings(arguments).outbox_timeout().as_secs();
+        assert_eq!(of(&[]), 15);
+        assert_eq!(of(&["--outbox-timeout", "120"]), 120);
+        for bad in ["", "0", "121", "1.5"] {
+            let arguments = ["dedup-gate", &format!("--outbox-timeout={bad}")];
+            assert!(Cli::try_parse_from(arguments).is_err(), "{bad}");
+        }
+    }
+
+    #[test]
+    fn there_are_as_many_retries_as_waits() {
+        let waits = |arguments: &[&str]| {
+            settings(arguments)
+                .outbox_patience()
+                .map(|patience| patience.waits)
+        };
+        assert_eq!(
+            waits(&[]).unwrap(),
+            [5, 30, 120, 600, 1800, 7200, 18_000, 36_000]
+        );
+        let twenty = vec!["2592000"; 20].join(",");
+        let of = |list: &str| waits(&[&format!("--outbox-retry-waits={list}")]);
+        assert_eq!(of(&twenty).unwrap().len(), 20);
+        let refused = of(&format!("{twenty},1")).unwrap_err();
+        assert!(refused.starts_with("OUTBOX_RETRY_WAITS: "), "{refused}");
+        for bad in ["", "1,", "-1", "1.5", "soon", "1;2", "2592001"] {
+            let arguments = ["dedup-gate", &format!("--outbox-retry-waits={bad}")];
+            assert!(Cli::try_parse_from(arguments).is_err(), "{bad}");
         }
     }
 }

@@ -12,5 +12,6 @@ pub mod config;
 pub mod domain;
 pub mod gate;
 pub mod metrics;
+pub mod outbox;
 pub mod retention;
 pub mod store;

@@ -13,8 +13,8 @@ use prometheus::{
 };
 
 use crate::domain::claim::{Decided, KeyReused};
-use crate::domain::ledger::Status;
 use crate::domain::effect::Delivery;
+use crate::domain::ledger::Status;
 use crate::store::Backlog;
 use crate::store::outbox::Undelivered;
 

@@ -23,3 +23,4 @@ mod retention;
 mod retry;
 mod review;
 mod start;
+mod webhook_signature;

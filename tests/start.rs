@@ -83,8 +83,14 @@ fn settings_are_flags_as_well() {
 fn help_names_each_setting_with_its_flag_and_repeats_no_secret() {
     let url = format!("postgres://gate:{SECRET}@127.0.0.1/gate");
     let keys = format!("n8n:{SECRET}");
+    let routes = format!("*=https://{SECRET}@h/");
+    let settings = [
+        ("API_KEYS", keys.as_str()),
+        ("OUTBOX_ROUTES", &routes),
+        ("OUTBOX_SECRETS", SECRET),
+    ];
     for arguments in [["--help"], ["-h"], ["help"]] {
-        let output = run(&at(&url), &arguments, &[("API_KEYS", &keys)]);
+        let output = run(&at(&url), &arguments, &settings);
         assert!(output.status.success());
         let help = String::from_utf8([output.stdout, output.stderr].concat()).unwrap();
         for flag in [
@@ -96,6 +102,11 @@ fn help_names_each_setting_with_its_flag_and_repeats_no_secret() {
             "replay-window",
             "retry-waits",
             "retry-after-limit",
+            "outbox-routes",
+            "outbox-secrets",
+            "outbox-allowed-hosts",
+            "outbox-timeout",
+            "outbox-retry-waits",
         ] {
             assert!(help.contains(&format!("--{flag}")), "{help}");
             let variable = flag.to_uppercase().replace('-', "_");
@@ -624,6 +635,8 @@ fn a_setting_that_is_out_of_bounds_is_refused_by_name() {
         ("DATABASE_CONNECTIONS", "0"),
         ("RETRY_WAITS", "1,,5"),
         ("RETRY_AFTER_LIMIT", "-1"),
+        ("OUTBOX_TIMEOUT", "0"),
+        ("OUTBOX_RETRY_WAITS", "5,"),
     ] {
         let database = Database::new(Backend::Sqlite);
         let output = finish(&mut command(&database, &[], &[(name, value)]));

@@ -34,5 +34,8 @@ pub async fn scrape(_: NoQuery, gate: Data<Gate>, metrics: Data<Metrics>) -> Htt
         response.extensions_mut().insert(fault.clone());
     }
     let read = read.as_ref().ok();
-    response.body(metrics.text(&load, read.map(|(backlog, undelivered)| (backlog, undelivered))))
+    response.body(metrics.text(
+        &load,
+        read.map(|(backlog, undelivered)| (backlog, undelivered)),
+    ))
 }

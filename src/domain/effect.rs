@@ -87,6 +87,12 @@ pub enum Topics {
 }
 
 impl Topics {
+    /// Whether `topic` is one of them.
+    pub fn contains(&self, topic: &str) -> bool {
+        let (topics, are_these) = self.named();
+        topics.iter().any(|known| known == topic) == are_these
+    }
+
     /// The topics that it names, and whether it means these rather than all others.
     pub fn named(&self) -> (&[String], bool) {
         match self {

@@ -12,6 +12,7 @@ pub mod retry;
 pub mod rfc3339;
 pub mod route;
 pub mod text;
+pub mod webhook;
 
 /// A point in time, always in UTC; where the rules of keys are concerned, of the database's clock.
 pub type Time = chrono::DateTime<chrono::Utc>;

@@ -145,7 +145,7 @@ impl RetryAfter {
 
     /// How many seconds are left at `now`: a part of one counts as a whole, since a wait is never
     /// shortened; none where the date has passed.
-    fn seconds(self, now: Time) -> u64 {
+    pub fn seconds(self, now: Time) -> u64 {
         match self {
             Self::Seconds(seconds) => seconds,
             Self::Date(date) => {

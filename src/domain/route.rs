@@ -5,6 +5,7 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
 use url::{Host, Url};
 
+use super::effect::Topics;
 use super::text::Topic;
 
 /// Names under which clouds offer a machine's own credentials.
@@ -23,31 +24,12 @@ const METADATA_NAMES: [&str; 7] = [
 pub struct Routes(Vec<Route>);
 
 /// An entry of `OUTBOX_ROUTES`.
+#[derive(Clone)]
 pub struct Route {
     /// What it takes.
-    pub topics: RouteTopics,
+    pub topics: Topics,
     /// Where that goes; may hold secrets anywhere but in its scheme, host and port.
     pub url: Url,
-}
-
-/// Which topics a route takes.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub enum RouteTopics {
-    /// These.
-    Only(Vec<String>),
-    /// All but these, which have entries of their own: what `*` stands for.
-    AllBut(Vec<String>),
-}
-
-impl RouteTopics {
-    /// Whether `topic` is one of them.
-    pub fn contains(&self, topic: &str) -> bool {
-        let is_in = |topics: &[String]| topics.iter().any(|known| known == topic);
-        match self {
-            Self::Only(topics) => is_in(topics),
-            Self::AllBut(topics) => !is_in(topics),
-        }
-    }
 }
 
 impl Routes {
@@ -82,9 +64,9 @@ impl Routes {
             .collect();
         let routes = entries.into_iter().map(|(topic, url)| {
             let topics = if topic == "*" {
-                RouteTopics::AllBut(named.clone())
+                Topics::AllBut(named.clone())
             } else {
-                RouteTopics::Only(vec![topic])
+                Topics::These(vec![topic])
             };
             Route { topics, url }
         });
@@ -94,6 +76,18 @@ impl Routes {
     /// Where `topic` goes, if anywhere.
     pub fn find(&self, topic: &str) -> Option<&Route> {
         self.0.iter().find(|route| route.topics.contains(topic))
+    }
+
+    /// What they take together.
+    pub fn topics(&self) -> Topics {
+        let mut all = Vec::new();
+        for route in &self.0 {
+            match &route.topics {
+                Topics::These(topics) => all.extend(topics.iter().cloned()),
+                Topics::AllBut(_) => return Topics::AllBut(Vec::new()),
+            }
+        }
+        Topics::These(all)
     }
 
     /// All of them, in the order of their entries.
@@ -229,14 +223,14 @@ mod tests {
         assert_eq!(url("a"), "http://a.example/?x=1");
         assert_eq!(url("b"), "https://b.example:8443/y");
         assert_eq!(url("c"), "http://a.example/");
-        let topics: Vec<&RouteTopics> = routes.iter().map(|route| &route.topics).collect();
+        let topics: Vec<&Topics> = routes.iter().map(|route| &route.topics).collect();
         let list = |topics: &[&str]| topics.iter().map(ToString::to_string).collect();
         assert_eq!(
             topics,
             [
-                &RouteTopics::Only(list(&["a"])),
-                &RouteTopics::Only(list(&["b"])),
-                &RouteTopics::AllBut(list(&["a", "b"]))
+                &Topics::These(list(&["a"])),
+                &Topics::These(list(&["b"])),
+                &Topics::AllBut(list(&["a", "b"]))
             ]
         );
     }
