@@ -8,6 +8,7 @@ pub(crate) mod pgbouncer;
 pub(crate) mod postgres;
 pub(crate) mod random;
 pub(crate) mod raw;
+pub(crate) mod receiver;
 pub(crate) mod samples;
 pub(crate) mod service;
 pub(crate) mod transaction;
