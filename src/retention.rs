@@ -54,11 +54,11 @@ pub struct Purged {
 
 impl fmt::Display for Purged {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(
-            formatter,
-            "{} keys, {} delivered effects",
-            self.keys, self.effects
-        )
+        write!(formatter, "{} keys", self.keys)?;
+        match self.effects {
+            0 => Ok(()),
+            effects => write!(formatter, ", and {effects} delivered effects"),
+        }
     }
 }
 

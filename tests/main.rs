@@ -16,6 +16,7 @@ mod listing;
 mod logs;
 mod metrics;
 mod openapi;
+mod outbox;
 mod pooler;
 mod races;
 mod readme;
