@@ -11,8 +11,8 @@ use super::*;
 const SECRET: &str = "whsec_c2VjcmV0LXNlY3JldC1zZWNyZXQtc2VjcmV0";
 const OK: &str = "HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok";
 
-/// How long a receiver may take in these tests.
-const TIMEOUT: Duration = Duration::from_millis(800);
+/// How long a receiver may take where it is to answer: the machine may be busy.
+const PATIENCE: Duration = Duration::from_secs(30);
 
 /// What a server got: the head's lines in lower case but for their values, and the body.
 struct Received {
@@ -87,7 +87,7 @@ fn sender(secrets: &str) -> Sender {
         "" => Vec::new(),
         list => SigningSecret::parse_list(list).unwrap(),
     };
-    Sender::new(secrets, Vec::new(), TIMEOUT).unwrap()
+    Sender::new(secrets, Vec::new(), PATIENCE).unwrap()
 }
 
 async fn send_by(sender: &Sender, url: &str) -> Sent {
@@ -181,15 +181,17 @@ async fn a_connection_is_used_again() {
 
 #[actix_web::test]
 async fn hundreds_are_sent_at_a_time() {
-    let (port, _received) = serve(|connection| {
+    let slow = |connection: &mut TcpStream| {
         thread::sleep(Duration::from_millis(300));
         let _ = connection.write_all(OK.as_bytes());
-    });
-    let sender = Sender::new(Vec::new(), Vec::new(), Duration::from_secs(20)).unwrap();
-    let sender = std::rc::Rc::new(sender);
+    };
+    // The standard library's listeners hold 128 connections that wait to be accepted.
+    let servers = [serve(slow), serve(slow)];
+    let sender = std::rc::Rc::new(sender(""));
     let begin = Instant::now();
-    let tasks: Vec<_> = (0..300)
-        .map(|_| {
+    let tasks: Vec<_> = (0..200)
+        .map(|number| {
+            let (port, _) = servers[number % servers.len()];
             let (sender, url) = (sender.clone(), format!("http://localhost:{port}/"));
             actix_web::rt::spawn(async move { send_by(&sender, &url).await })
         })
@@ -198,7 +200,7 @@ async fn hundreds_are_sent_at_a_time() {
         let sent = sent.unwrap();
         assert!(sent.is_delivered(), "{sent:?}");
     }
-    assert!(begin.elapsed() < Duration::from_secs(15));
+    assert!(begin.elapsed() < PATIENCE);
 }
 
 #[actix_web::test]
@@ -264,20 +266,21 @@ async fn how_long_to_wait_is_read_from_failures() {
 
 #[actix_web::test]
 async fn who_does_not_answer_in_time_has_failed() {
-    let (port, _received) = serve(|_| thread::sleep(Duration::from_secs(60)));
-    let sent = send(port).await;
-    assert_eq!(sent.status, None);
-    assert_eq!(sent.fault.as_deref(), Some("no answer within 0.8 s"));
-    assert!(sent.took >= TIMEOUT && sent.took < TIMEOUT * 4, "{sent:?}");
-
-    let (port, _received) = serve(|connection| {
+    let timeout = Duration::from_millis(1500);
+    let silent = serve(|_| thread::sleep(Duration::from_secs(60)));
+    let slow = serve(|connection| {
         for byte in OK.bytes() {
             let _ = connection.write_all(&[byte]);
             thread::sleep(Duration::from_millis(200));
         }
     });
-    let sent = send(port).await;
-    assert_eq!(sent.fault.as_deref(), Some("no answer within 0.8 s"));
+    for (port, _received) in [silent, slow] {
+        let sender = Sender::new(Vec::new(), Vec::new(), timeout).unwrap();
+        let sent = send_by(&sender, &format!("http://127.0.0.1:{port}/")).await;
+        assert_eq!(sent.status, None);
+        assert_eq!(sent.fault.as_deref(), Some("no answer within 1.5 s"));
+        assert!(sent.took >= timeout && sent.took < timeout * 3, "{sent:?}");
+    }
 }
 
 #[actix_web::test]
@@ -323,11 +326,10 @@ async fn once_it_is_answered_2xx_nothing_can_go_wrong() {
         let _ = connection.shutdown(std::net::Shutdown::Both);
     };
     for (port, _received) in [serve(flood), serve(drip), serve(silence), serve(break_off)] {
-        let sender = Sender::new(Vec::new(), Vec::new(), Duration::from_secs(60)).unwrap();
         let begin = Instant::now();
-        let sent = send_by(&sender, &format!("http://127.0.0.1:{port}/")).await;
+        let sent = send(port).await;
         assert!(sent.is_delivered(), "{sent:?}");
-        assert!(begin.elapsed() < Duration::from_secs(5));
+        assert!(begin.elapsed() < PATIENCE / 3);
     }
 }
 
@@ -336,13 +338,15 @@ async fn a_fault_says_what_is_wrong_and_nothing_of_the_url() {
     let closed = TcpListener::bind("127.0.0.1:0").unwrap().local_addr();
     let closed = closed.unwrap().port();
     let (plain, _received) = serve_text(OK);
+    // Too long for DNS, so that nobody is asked for it.
+    let no_name = "x".repeat(64);
     for (url, expected) in [
         (
             format!("http://127.0.0.1:{closed}/hunter2?hunter2"),
             "connection refused",
         ),
         (
-            "http://hunter2:hunter2@no-such-host.invalid/hunter2".into(),
+            format!("http://hunter2:hunter2@{no_name}.invalid/hunter2"),
             "the name cannot be resolved",
         ),
         (format!("https://127.0.0.1:{plain}/hunter2"), "TLS: "),
@@ -359,7 +363,7 @@ async fn a_fault_says_what_is_wrong_and_nothing_of_the_url() {
 
 fn careful(allowed: &[&str]) -> Sender {
     let allowed = allowed.iter().map(ToString::to_string).collect();
-    Sender::with_rule(Vec::new(), allowed, TIMEOUT, |address| {
+    Sender::with_rule(Vec::new(), allowed, PATIENCE, |address| {
         address.is_loopback()
     })
     .unwrap()
