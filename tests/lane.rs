@@ -294,9 +294,9 @@ fn report(key: &str, attempt: Option<u32>, claimant: Option<&str>, outcome: Outc
         holder: claimant.map(|claimant| Holder {
             claimant: claimant.into(),
             api_key: None,
-            effects: Vec::new(),
         }),
         outcome,
+        effects: Vec::new(),
     })
 }
 

@@ -475,10 +475,16 @@ fn an_effect_waits_for_none_that_nobody_delivers() {
         {
             let nobody = Receiver::start();
             nobody.behave(|_| Answer::Status(500));
-            let service = start(&database, &nobody, &[("OUTBOX_RETRY_WAITS", "1")]);
+            let service = start(&database, &nobody, &[("OUTBOX_RETRY_WAITS", "3600")]);
             done(&service, "k", json!([effect("old", 1), effect("mail", 2)])).ok();
-            nobody.wait_for(2);
+            for id in ids(&service, "k") {
+                wait_until("its failure is noted", || {
+                    stands(&service, &id)["next_try_at"].is_string()
+                        && stands(&service, &id)["tried"] == 1
+                });
+            }
         }
+        database.sql("UPDATE run_outbox SET next_at = created_at");
         // A topic that has lost its route.
         let routes = format!("mail={}", receiver.url("/"));
         let service = Service::start_beside(Arc::clone(&database), &[("OUTBOX_ROUTES", &routes)]);

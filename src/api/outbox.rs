@@ -293,15 +293,27 @@ impl TryFrom<String> for CursorParameter {
     type Error = &'static str;
 
     fn try_from(text: String) -> Result<Self, Self::Error> {
-        let is_name = text.len() <= 64
-            && text
-                .bytes()
-                .all(|byte| byte.is_ascii_alphanumeric() || byte == b'_');
-        if is_name && text.starts_with("msg_") {
+        if is_id(&text) {
             Ok(Self(text))
         } else {
             Err("is not a cursor of this service")
         }
+    }
+}
+
+/// Whether an effect can be named so.
+fn is_id(text: &str) -> bool {
+    let is_plain = |byte: u8| byte.is_ascii_alphanumeric() || byte == b'_';
+    text.len() <= 64 && text.starts_with("msg_") && text.bytes().all(is_plain)
+}
+
+/// The id in a path. The store is not asked for what cannot be one.
+fn known_id(id: Path<String>) -> Result<String, Problem> {
+    let id = id.into_inner();
+    if is_id(&id) {
+        Ok(id)
+    } else {
+        Err(unknown(&id))
     }
 }
 
@@ -344,7 +356,7 @@ pub async fn effect(
     _: NoQuery,
     gate: Data<Gate>,
 ) -> Result<Json<EffectReply>, Problem> {
-    let id = id.into_inner();
+    let id = known_id(id)?;
     let parcel = gate.effect(id.clone()).await?.ok_or_else(|| unknown(&id))?;
     Ok(Json(EffectReply::new(parcel, true)))
 }
@@ -362,7 +374,7 @@ pub async fn redeliver(
     _: NoQuery,
     gate: Data<Gate>,
 ) -> Result<Json<RedeliverReply>, Problem> {
-    let id = id.into_inner();
+    let id = known_id(id)?;
     let (parcel, changed) = gate
         .redeliver(id.clone())
         .await?
