@@ -414,6 +414,7 @@ fn lanes_and_store_are_measured() {
             ("list", 1.0),
             ("ready", 1.0),
             ("backlog", 1.0),
+            ("undelivered", 1.0),
         ]);
         assert_eq!(
             operations,
@@ -600,7 +601,7 @@ fn promtool(arguments: &[&str]) {
 #[test]
 fn the_alert_rules_are_valid_and_go_off() {
     let rules = std::fs::read_to_string(deploy("prometheus/alerts.yml")).unwrap();
-    assert_eq!(rules.matches("- alert:").count(), 3);
+    assert_eq!(rules.matches("- alert:").count(), 4);
     assert_names_exist(&rules);
     promtool(&["check", "rules", "alerts.yml"]);
     promtool(&["check", "config", "prometheus.yml"]);

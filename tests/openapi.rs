@@ -254,7 +254,7 @@ fn examples(operation: &'static Value) -> Vec<&'static Value> {
 fn every_example_is_a_request_that_is_accepted() {
     on_both(|service| {
         for (path, method, operation) in operations() {
-            if method != "post" {
+            if method != "post" || operation.get("requestBody").is_none() {
                 continue;
             }
             assert!(!examples(operation).is_empty(), "{path} has no example");

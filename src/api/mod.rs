@@ -49,7 +49,7 @@ pub fn configure(app: &mut web::ServiceConfig, body_limit: usize) {
                     resource("/ledger/{idempotency_key}", "GET, HEAD")
                         .route(get().to(ledger::entry)),
                 )
-                .service(resource("/outbox", "GET, HEAD").route(get().to(outbox::list)))
+                .service(resource("/outbox", "GET, HEAD").route(get().to(outbox::list_effects)))
                 .service(resource("/outbox/{id}", "GET, HEAD").route(get().to(outbox::effect)))
                 .service(
                     resource("/outbox/{id}/redeliver", "POST")

@@ -48,7 +48,7 @@ const PROBLEMS: &str = "x-problems";
         review::reset,
         ledger::list,
         ledger::entry,
-        outbox::list,
+        outbox::list_effects,
         outbox::effect,
         outbox::redeliver,
         retry::advise,

@@ -326,7 +326,7 @@ fn unknown(id: &str) -> Problem {
 /// Newest first, and stable while others are added. Their payloads and tries are left out.
 #[utoipa::path(get, path = "/outbox", tag = "outbox", params(OutboxQuery),
     responses((status = 200, description = "A part of the list", body = EffectsReply)))]
-pub async fn list(query: Query, gate: Data<Gate>) -> Result<Json<EffectsReply>, Problem> {
+pub async fn list_effects(query: Query, gate: Data<Gate>) -> Result<Json<EffectsReply>, Problem> {
     let query: OutboxQuery = decode(Value::Object(query.0), "")?;
     let filter = ParcelFilter {
         delivery: query.status.map(|status| status.0),
