@@ -188,8 +188,8 @@ struct EventReply {
     /// When.
     #[schema(format = DateTime)]
     at: String,
-    /// `claimed`, `pending`, `renewed`, `done`, `failed`, `conflict`, `reviewed` or `reset`; more may
-    /// come.
+    /// `claimed`, `pending`, `renewed`, `done`, `failed`, `effects`, `conflict`, `reviewed` or `reset`; more
+    /// may come.
     event: String,
     /// To which attempt.
     #[schema(minimum = 1)]
