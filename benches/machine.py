@@ -25,6 +25,15 @@ def about(seconds, rounds):
     if load > 0.5:
         print(f"  something else is at work on this machine (load average {load:.1f}): expect odd figures",
               file=sys.stderr)
+    # Not every part needs all of them.
+    word = lambda text, index: "".join(text.split()[index:index + 1])
+    versions = {
+        "Postgres": word(said_by("psql", "--version"), 2),
+        "Redis": word(said_by("redis-server", "--version"), 2),
+        "Webdis": said_by("dpkg-query", "--show", "--showformat=${Version}", "webdis"),
+        "Node.js": said_by("node", "--version").removeprefix("v"),
+        "Rust": word(said_by("rustc", "--version"), 1),
+    }
     return {
         "date": time.strftime("%Y-%m-%d"),
         "commit": said_by("git", "describe", "--always", "--dirty"),
@@ -35,13 +44,7 @@ def about(seconds, rounds):
         "memory_gib": round(int(field("/proc/meminfo", "MemTotal").split()[0]) / 2**20, 1),
         "kernel": platform.release(),
         "load_before": load,
-        "versions": {
-            "Postgres": said_by("psql", "--version").split()[2],
-            "Redis": said_by("redis-server", "--version").split()[2].removeprefix("v="),
-            "Webdis": said_by("dpkg-query", "--show", "--showformat=${Version}", "webdis"),
-            "Node.js": said_by("node", "--version").removeprefix("v"),
-            "Rust": said_by("rustc", "--version").split()[1],
-        },
+        "versions": {name: version.removeprefix("v=") for name, version in versions.items() if version},
     }
 
 

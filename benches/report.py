@@ -151,6 +151,34 @@ def removal(found):
     return table(["system", "beside new keys at 64 connections", *MEASURED, "÷ kept", "removed meanwhile"], rows) + goals_table(goals)
 
 
+def outbox(found):
+    cases = {"1 of each key": "one of each key", "10 of each key": "ten of each key"}
+    delivered = {at: rounds for at, rounds in found.items() if at[1] in cases}
+    rows = []
+    for (system, case), rounds in delivered.items():
+        cpu = [number(median(rounds, lambda round_: round_["cpu_us"][who])) for who in ("service", "store", "generator")]
+        wal = number(median(rounds, lambda round_: round_["wal_bytes"])) if "wal_bytes" in rounds[0] else ""
+        lowest, highest = min(map(rate, rounds)), max(map(rate, rounds))
+        rows.append([system, cases[case], f"**{number(median(rounds, rate))}**", f"{number(lowest)} to {number(highest)}", 1000,
+                     *cpu, wal])
+    text = table(["system", f"{rounds[0]['distinct']:,} effects that are due", "deliveries/s", "rounds", "at least",
+                  "CPU µs: service", "store", "receiver", "WAL bytes"], rows)
+
+    rows = []
+    for (system, case), rounds in found.items():
+        if case.startswith("one by one, "):
+            of = lambda name: number(median(rounds, lambda round_: round_[name]))
+            rows.append([system, case.removeprefix("one by one, "), of("reply_p50_ms"), of("p50_ms"), of("p99_ms"),
+                         f"**{number(max(round_['max_ms'] for round_ in rounds))}**", 100])
+    text += "\n" + table(["system", "", "report answered, p50 ms", "effect received, p50 ms", "p99 ms", "longest of all rounds, ms",
+                          "at most"], rows)
+
+    rows = [[system, case, f"{round_['cpu_seconds']:.2f}", f"{round_['seconds']}",
+             "" if round_["transactions"] is None else round_["transactions"]]
+            for (system, case), rounds in found.items() if case in ("with routes", "without") for round_ in rounds]
+    return text + "\n" + table(["nothing to deliver", "", "CPU s of the service", "in s", "transactions of the store"], rows)
+
+
 def size(found):
     def row(what, values, unit, at_most, aim):
         return [what, f"**{number(statistics.median(values))} {unit}**", f"{number(min(values))} to {number(max(values))}",
@@ -251,7 +279,7 @@ def put_in_page(part, text):
 
 def show(part, about, results, folder, is_quick):
     tables = {"new": new, "duplicates": duplicates, "ledger": ledger, "replicas": replicas, "growth": growth,
-              "removal": removal, "size": size}
+              "removal": removal, "outbox": outbox, "size": size}
     text = header(about) + "\n" + tables[part](by_case(results))
     print(text)
     if part == "new":

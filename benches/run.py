@@ -1,5 +1,6 @@
 """Measures; scripts/bench starts it and says how."""
 
+import http.client
 import json
 import os
 import resource
@@ -14,7 +15,7 @@ import time
 
 import machine
 import report
-from stage import LOAD, SERVICE, GateOnPostgres, GateOnSqlite, NodePg, Pgbench, Postgres, Stage, Webdis
+from stage import LOAD, SERVICE, GateOnPostgres, GateOnSqlite, NodePg, Pgbench, Postgres, Receiver, Stage, Webdis
 from stage import cpu_seconds, ends_with_us, memory, output
 
 ARGUMENTS = sys.argv[1:]
@@ -24,6 +25,9 @@ ROUNDS = int(os.environ.get("BENCH_ROUNDS", 1 if QUICK else 5))
 KEYS = [int(keys) for keys in os.environ.get("BENCH_KEYS", "0,100000" if QUICK else "0,1000000,10000000").split(",")]
 WARM_UP = 0.5
 OLD_KEYS = 20_000 if QUICK else 1_000_000
+EFFECTS = 2_000 if QUICK else 20_000
+LONE_EFFECTS = 20 if QUICK else 200
+IDLE_SECONDS = 3 if QUICK else 30
 
 IDLE = 10_000
 STARTS = 21
@@ -45,16 +49,17 @@ def load(system, *options):
     return ends_with_us([LOAD, *addresses, f"--protocol={system.protocol}", f"--seed={seed}", *options])
 
 
+def used_by(system):
+    """CPU seconds so far."""
+    return {"service": sum(map(cpu_seconds, system.service)), "store": sum(map(cpu_seconds, system.store))}
+
+
 def measure(system, scenario="new", connections=64, close=False, warm_up=WARM_UP, reset=True):
     """One measurement. What it cost the CPU is told a request, by whose it was."""
 
     def used():
         ours = resource.getrusage(resource.RUSAGE_CHILDREN)
-        return {
-            "service": sum(map(cpu_seconds, system.service)),
-            "store": sum(map(cpu_seconds, system.store)),
-            "generator": ours.ru_utime + ours.ru_stime,
-        }
+        return used_by(system) | {"generator": ours.ru_utime + ours.ru_stime}
 
     if reset:
         system.reset()
@@ -78,7 +83,7 @@ def measure(system, scenario="new", connections=64, close=False, warm_up=WARM_UP
     return result
 
 
-def in_turns(cases):
+def in_turns(cases, said=lambda result: f"{result['per_second']:>9,.0f}/s  p99 {result['p99_ms']:.2f} ms"):
     """Rounds in which each case has its turn, a different one first each time. A case: system's name, what it
     does, and how it is measured."""
     results = [{"system": system, "case": case, "rounds": []} for system, case, _ in cases]
@@ -88,8 +93,7 @@ def in_turns(cases):
             result = cases[at][2]()
             results[at]["rounds"].append(result)
             name = f"{results[at]['system']}, {results[at]['case']}"
-            print(f"  round {round_ + 1}/{ROUNDS}  {name:60} {result['per_second']:>9,.0f}/s  "
-                  f"p99 {result['p99_ms']:.2f} ms", file=sys.stderr)
+            print(f"  round {round_ + 1}/{ROUNDS}  {name:60} {said(result)}", file=sys.stderr)
     return results
 
 
@@ -246,6 +250,123 @@ def removal(stage):
     return in_turns(cases)
 
 
+def put_effects(system, name, each):
+    """Effects that are due, so many of each key."""
+    system.sql(
+        f"""WITH RECURSIVE n(i) AS (SELECT 0 UNION ALL SELECT i + 1 FROM n WHERE i < {EFFECTS - 1})
+            INSERT INTO run_outbox (idempotency_key, seq, id, topic, payload, status, created_at, due_at, next_at)
+            SELECT 'key ' || (i / {each}), 1 + i % {each}, 'msg_' || i, 'mail', '{{"to":"ana@example.com","order":' || i || '}}',
+                   'pending', {TIME[name]}, {TIME[name]}, {TIME[name]} FROM n"""
+    )
+
+
+def deliver(system, name, each):
+    """How fast effects go out that are all due when the service starts."""
+    system.settings = {}
+    system.reset()
+    system.end()
+    put_effects(system, name, each)
+    postgres = getattr(system, "postgres", None)
+    position = postgres.position() if postgres else 0
+    store = sum(map(cpu_seconds, system.store))
+    with Receiver(f"--count={EFFECTS}") as receiver:
+        system.settings = receiver.routes
+        system.start()
+        result = json.loads(receiver.said(120))
+        used = used_by(system) | {"generator": cpu_seconds(receiver.process)}
+    used["store"] -= store
+    result["cpu_us"] = {who: seconds / EFFECTS * 1e6 for who, seconds in used.items()}
+    if postgres:
+        result["wal_bytes"] = (postgres.position() - position) / EFFECTS
+    # What came last is settled before the end.
+    system.end()
+    left = int(system.sql("SELECT count(*) FROM run_outbox WHERE status <> 'delivered'"))
+    if left or result["received"] != EFFECTS:
+        raise RuntimeError(f"{left} of {EFFECTS} effects are not delivered, and {result['received']} were received")
+    return result
+
+
+def lone(system):
+    """How long effects take that are stored one by one, from when the report is sent; and the report itself."""
+    took, replied = [], []
+    system.settings = {}
+    system.reset()
+    system.end()
+    with Receiver("--each") as receiver:
+        system.settings = receiver.routes
+        system.start()
+        clients = [http.client.HTTPConnection("127.0.0.1", port, timeout=10) for port in system.ports]
+
+        def post(client, path, **body):
+            client.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
+            reply = client.getresponse()
+            text = reply.read()
+            if reply.status != 200:
+                raise RuntimeError(f"{path} was answered: {text}")
+
+        for number in range(LONE_EFFECTS):
+            client, key = clients[number % len(clients)], f"key {number}"
+            post(client, "/ledger/pending", idempotency_key=key)
+            time.sleep(0.02)
+            began = time.time_ns()
+            post(client, "/ledger/done", idempotency_key=key, attempt=1, effects=[{"topic": "mail", "payload": {"to": "ana"}}])
+            replied.append((time.time_ns() - began) / 1e6)
+            took.append((int(receiver.said(60)) - began) / 1e6)
+        system.end()
+    at = lambda times, share: sorted(times)[min(int(len(times) * share), len(times) - 1)]
+    return {"reply_p50_ms": at(replied, 0.5), "p50_ms": at(took, 0.5), "p99_ms": at(took, 0.99), "max_ms": max(took)}
+
+
+def rest(systems, postgres):
+    """What it costs to wait for effects where none come, and what the same costs without routes."""
+    results = {}
+    for case in ("with routes", "without"):
+        with Receiver() as receiver:
+            for system in systems.values():
+                system.settings = {}
+                system.reset()
+                system.end()
+                system.settings = receiver.routes if case == "with routes" else {}
+                system.start()
+            count = "SELECT xact_commit + xact_rollback FROM pg_stat_database WHERE datname = '{}'"
+            counted = lambda system: int(postgres.sql("postgres", count.format(system.database))) if system.store else 0
+            # What a backend has done is counted when it has had nothing to do for a while.
+            time.sleep(12 if not QUICK else 1)
+            before = {name: (used_by(system)["service"], counted(system)) for name, system in systems.items()}
+            time.sleep(IDLE_SECONDS)
+            for name, system in systems.items():
+                cpu, transactions = before[name]
+                results[name, case] = {"seconds": IDLE_SECONDS, "cpu_seconds": used_by(system)["service"] - cpu,
+                                       "transactions": counted(system) - transactions if system.store else None}
+                system.end()
+    return [{"system": name, "case": case, "rounds": [result]} for (name, case), result in results.items()]
+
+
+def outbox(stage):
+    """Effects: how many go out in a second, how soon one goes out, and what it costs that there are none."""
+    postgres = Postgres(stage)
+    systems = both_stores(stage, postgres)
+    for system in systems.values():
+        system.end()
+    results = in_turns([
+        (name, f"{each} of each key", lambda system=system, name=name, each=each: deliver(system, name, each))
+        for each in (1, 10)
+        for name, system in systems.items()
+    ], lambda result: f"{result['per_second']:>9,.0f}/s")
+    postgres.create("gate2")
+    two = GateOnPostgres(stage, postgres, "gate2", 2)
+    two.end()
+    results += in_turns([
+        (name, f"one by one, {count}", lambda system=system: lone(system))
+        for name, count, system in [
+            (report.ON_POSTGRES, "one replica", systems[report.ON_POSTGRES]),
+            (report.ON_POSTGRES, "two replicas", two),
+            (report.ON_SQLITE, "one process", systems[report.ON_SQLITE]),
+        ]
+    ], lambda result: f"p50 {result['p50_ms']:.2f} ms  p99 {result['p99_ms']:.2f} ms  max {result['max_ms']:.2f} ms")
+    return results + rest(systems, postgres)
+
+
 def ready_after(file):
     """How long a start takes, in ms, until /health/ready says so."""
     with socket.socket() as listener:
@@ -325,7 +446,7 @@ def size(stage):
 
 
 PARTS = {"new": new, "duplicates": duplicates, "ledger": ledger, "replicas": replicas, "growth": growth,
-         "removal": removal, "size": size}
+         "removal": removal, "outbox": outbox, "size": size}
 
 
 def main():

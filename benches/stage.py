@@ -4,6 +4,7 @@ import glob
 import http.client
 import json
 import os
+import select
 import shutil
 import signal
 import socket
@@ -13,6 +14,7 @@ import tempfile
 import time
 
 LOAD = os.environ["LOAD"]
+RECEIVER = os.environ["RECEIVER"]
 SERVICE = os.path.abspath(os.environ["SERVICE"])
 HERE = os.path.dirname(os.path.abspath(__file__))
 
@@ -29,7 +31,7 @@ POSTGRES_SETTINGS = [
     "full_page_writes=on",
 ]
 
-GATE_TABLES = "processed_orders, run_ledger, run_history"
+GATE_TABLES = "processed_orders, run_ledger, run_history, run_outbox"
 PLAIN_TABLE = """CREATE TABLE processed_orders (idempotency_key TEXT PRIMARY KEY, order_id TEXT NOT NULL,
     processed_at TIMESTAMPTZ NOT NULL DEFAULT now())"""
 
@@ -229,6 +231,7 @@ class Gate:
     def end(self):
         for process in self.service:
             self.stage.end(process)
+        self.service = []
 
 
 class GateOnPostgres(Gate):
@@ -269,6 +272,30 @@ class GateOnSqlite(Gate):
     def keys(self):
         with sqlite3.connect(self.file) as connection:
             return connection.execute("SELECT count(*) FROM processed_orders").fetchone()[0]
+
+
+class Receiver:
+    """Takes every webhook."""
+
+    def __init__(self, *options):
+        self.process = subprocess.Popen(ends_with_us([RECEIVER, *options]), stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                                        text=True)
+        self.routes = {"OUTBOX_ROUTES": f"*=http://127.0.0.1:{int(self.said(10))}/"}
+
+    def said(self, seconds):
+        """Its next line."""
+        if not select.select([self.process.stdout], [], [], seconds)[0]:
+            raise RuntimeError(f"the receiver has had nothing to say for {seconds} s")
+        return self.process.stdout.readline()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.process.kill()
+        self.process.wait()
+        self.process.stdin.close()
+        self.process.stdout.close()
 
 
 class NodePg:

@@ -5,6 +5,11 @@ use std::sync::Arc;
 use std::sync::mpsc;
 use std::time::Duration;
 
+use chrono::TimeDelta;
+use dedup_gate::domain::effect::{Delivery, Topics};
+use dedup_gate::store::Store;
+use dedup_gate::store::outbox::{Lease, LeasedEffect, Settled, Try, Undelivered};
+use dedup_gate::store::postgres::PostgresStore;
 use serde_json::{Value, json};
 
 use super::helpers::pgbouncer::PgBouncer;
@@ -802,4 +807,61 @@ fn what_was_delivered_is_removed_after_its_time() {
             .collect();
         assert_eq!(left, BTreeSet::from(["down", "gone"]));
     });
+}
+
+/// What the planner knows of the table is from before: then nothing was pending.
+#[test]
+fn a_lease_reads_little_of_a_large_backlog() {
+    let database = Database::new(Backend::Postgres);
+    let window = TimeDelta::seconds(60);
+    let store = PostgresStore::open(&database.url, None, 2, window).unwrap();
+    let fill = |name: &str, status: &str, settled_at: &str| {
+        database.sql(&format!(
+            "INSERT INTO run_outbox (idempotency_key, seq, id, topic, payload, status, created_at, due_at, next_at, settled_at) \
+             SELECT '{name}' || n, 1, 'msg_{name}' || n, 'mail', '{{}}', '{status}', now(), now(), now(), {settled_at} \
+             FROM generate_series(1, 20000) n"
+        ));
+    };
+    fill("old", "delivered", "now()");
+    database.sql("VACUUM ANALYZE run_outbox");
+    fill("new", "pending", "NULL");
+    let rows_read = || -> u64 {
+        let sum = "SELECT seq_tup_read + coalesce(idx_tup_fetch, 0) FROM pg_stat_user_tables WHERE relname = 'run_outbox'";
+        database.sql(sum).parse().unwrap()
+    };
+    let before = rows_read();
+    let lease = Lease {
+        topics: Topics::AllBut(Vec::new()),
+        routed: Topics::AllBut(Vec::new()),
+        limit: 32,
+        seconds: 60,
+    };
+    let leased = store.lease_effects(&lease).unwrap();
+    assert_eq!(leased.effects.len(), 32);
+    let settled: Vec<Settled> = leased.effects.into_iter().map(delivered).collect();
+    assert_eq!(store.settle_effects(&settled).unwrap(), 32);
+    store.undelivered().unwrap();
+    // What a connection has read is told when it ends, at the latest.
+    drop(store);
+    let others = "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND pid <> pg_backend_pid()";
+    wait_until("its connections have ended", || database.sql(others) == "0");
+    let read = rows_read() - before;
+    let counted = u64::from(Undelivered::BOUND);
+    assert!((counted..counted + 1000).contains(&read), "{read} rows");
+}
+
+fn delivered(effect: LeasedEffect) -> Settled {
+    Settled {
+        attempt: Try {
+            number: effect.lease.tries,
+            at: effect.leased_at,
+            status_code: Some(200),
+            error: None,
+            milliseconds: 1,
+        },
+        lease: effect.lease,
+        delivery: Delivery::Delivered,
+        wait: TimeDelta::zero(),
+        failures: 0,
+    }
 }

@@ -5,6 +5,8 @@ use chrono::TimeDelta;
 
 use super::Time;
 use super::ledger::seconds;
+#[cfg(feature = "planted-faults")]
+use super::planted;
 
 /// How long a receiver is left alone at most because it asked for it.
 const RETRY_AFTER_LIMIT: u32 = 86_400;
@@ -138,6 +140,10 @@ impl Patience {
     /// What an answer means after `failures` tries that failed. `random` is from 0 to 1. A wait is never
     /// shorter than the receiver asks, up to a day.
     pub fn next(&self, failures: u32, answer: Answer, random: f64) -> Next {
+        #[cfg(feature = "planted-faults")]
+        if planted::is(planted::Fault::FailureTaken) {
+            return Next::Delivered;
+        }
         let retry_after = match answer {
             Answer::Taken => return Next::Delivered,
             Answer::Gone => return Next::Dead,

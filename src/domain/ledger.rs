@@ -463,6 +463,8 @@ pub fn settle(state: &KeyState, history: &[Event], report: &Report, now: Time) -
         event.attempt == attempt
             && matches!(event.happening, Happening::Effects { outcome, .. } if outcome == kind)
     });
+    #[cfg(feature = "planted-faults")]
+    let has_effects = has_effects && !planted::is(planted::Fault::EffectsStoredAgain);
     if has_effects {
         return settlement;
     }

@@ -13,6 +13,10 @@ pub enum Fault {
     RepeatNotRecognised,
     /// Whoever takes over a stale key gets the attempt that somebody else has already.
     AttemptNotRaised,
+    /// A report that is repeated has its effects once more.
+    EffectsStoredAgain,
+    /// A delivery that has failed counts as taken.
+    FailureTaken,
 }
 
 static PLANTED: OnceLock<Fault> = OnceLock::new();
@@ -27,6 +31,8 @@ pub fn plant(name: &str) -> Result<(), String> {
         "attempt-not-compared" => Fault::AttemptNotCompared,
         "repeat-not-recognised" => Fault::RepeatNotRecognised,
         "attempt-not-raised" => Fault::AttemptNotRaised,
+        "effects-stored-again" => Fault::EffectsStoredAgain,
+        "failure-taken" => Fault::FailureTaken,
         _ => return Err(format!("no fault is named {name:?}")),
     };
     PLANTED

@@ -7,12 +7,14 @@ use std::time::Duration;
 
 use dedup_gate::domain::act::{Act, Renewal, Reset, Review};
 use dedup_gate::domain::claim::{Claim, Door, OnStale};
+use dedup_gate::domain::effect::{Due, Effect};
 use dedup_gate::domain::json::canonical;
 use dedup_gate::domain::ledger::{Holder, Outcome, Report, ReviewDecision};
 use dedup_gate::domain::text::IdempotencyKey;
 use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
 
+use super::effects;
 use super::helpers::random::Random;
 use super::helpers::service::Client;
 use super::history::{Heard, Record, Request};
@@ -256,25 +258,24 @@ impl<'a> Execution<'a> {
             // Here the attempt is required.
             (self.failed(), (attempt, None))
         };
-        let report = |outcome| {
-            Request::Act(Act::Report(Report {
-                key: self.key.clone(),
-                attempt,
-                holder: holder.clone(),
-                outcome,
-            }))
+        let again = Report {
+            key: self.key.clone(),
+            attempt,
+            holder,
+            effects: self.effects(attempt, &outcome),
+            outcome,
         };
-        let mut first = report(outcome.clone());
-        let again = report(outcome);
-        // Some learn the id only later.
-        if let Request::Act(Act::Report(Report {
-            outcome: Outcome::Done { external_id, .. },
-            ..
-        })) = &mut first
+        let mut first = again.clone();
+        // Some learn the id only later, or what has to follow.
+        if let Outcome::Done { external_id, .. } = &mut first.outcome
             && self.percent(10)
         {
             *external_id = None;
         }
+        if self.percent(10) {
+            first.effects.clear();
+        }
+        let [first, again] = [first, again].map(|report| Request::Act(Act::Report(report)));
         self.ask(&first);
         if self.percent(25) {
             self.pause(0, 500);
@@ -307,6 +308,22 @@ impl<'a> Execution<'a> {
             reason: Some("declined".to_owned()),
             retry: self.percent(85),
         }
+    }
+
+    /// What has to follow from a report; of some, nothing.
+    fn effects(&mut self, attempt: Option<u32>, outcome: &Outcome) -> Vec<Effect> {
+        let count = self.random.below(4);
+        let effect = |index| {
+            let payload = json!({"key": self.key.as_str(), "attempt": attempt, "by": self.name,
+                "outcome": outcome.kind(), "index": index});
+            let topic = self.random.one_of(&["mail", "stock"]);
+            let due = match self.random.below(10) {
+                0 => Due::In(1),
+                _ => Due::Now,
+            };
+            effects::named(topic, &payload, due)
+        };
+        (0..count).map(effect).collect()
     }
 
     /// Sends a call once more, late: it was on its way for so long.

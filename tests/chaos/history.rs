@@ -13,6 +13,7 @@ use dedup_gate::domain::ledger::{Outcome, Report, ReviewDecision};
 use dedup_gate::domain::text::IdempotencyKey;
 use serde_json::{Value, json};
 
+use super::effects;
 use super::helpers::service::{Client, encoded};
 
 /// What is asked of the service, in the words of its own rules.
@@ -70,15 +71,18 @@ impl Request {
                 attempt,
                 holder,
                 outcome,
+                effects,
                 ..
             })) => {
+                let effects = (!effects.is_empty()).then(|| effects::written(effects));
                 let claimant = holder.as_ref().map(|holder| &holder.claimant);
                 match outcome {
                     Outcome::Done {
                         external_id,
                         result,
                     } => {
-                        let mut body = json!({"attempt": attempt, "claimant": claimant, "external_id": external_id});
+                        let mut body = json!({"attempt": attempt, "claimant": claimant,
+                            "external_id": external_id, "effects": effects});
                         if let Some(result) = result {
                             body["result"] = result.clone();
                         }
@@ -86,7 +90,8 @@ impl Request {
                     }
                     Outcome::Failed { reason, retry } => post(
                         "/ledger/failed",
-                        json!({"attempt": attempt, "claimant": claimant, "reason": reason, "retry": retry}),
+                        json!({"attempt": attempt, "claimant": claimant, "reason": reason, "retry": retry,
+                            "effects": effects}),
                     ),
                 }
             }

@@ -11,6 +11,7 @@
 mod helpers;
 
 mod callers;
+mod effects;
 mod history;
 mod linearize;
 mod nemesis;
@@ -48,13 +49,16 @@ fn run(stage: &mut Stage, seed: u64, duration: Duration) -> (Findings, Injected)
     let Stage {
         replicas,
         network,
+        recipient,
         database,
         postgres,
     } = stage;
     let injected = thread::scope(|scope| {
         let (clients, record, is_over) = (&clients, &record, &is_over);
+        let recipient = &*recipient;
         scope.spawn(move || callers::run(clients, record, seed, is_over));
         let network = scope.spawn(move || nemesis::break_network(network, seed, is_over));
+        let moods = scope.spawn(move || nemesis::spoil(recipient, seed, is_over));
         scope.spawn(move || {
             thread::sleep(duration);
             is_over.store(true, Ordering::SeqCst);
@@ -62,10 +66,12 @@ fn run(stage: &mut Stage, seed: u64, duration: Duration) -> (Findings, Injected)
         let mut injected =
             nemesis::break_parts(replicas, database, postgres.as_ref(), seed, is_over);
         injected.extend(network.join().unwrap());
+        injected.extend(moods.join().unwrap());
         injected
     });
     let clients = stage.settle();
-    (verify(&record, &clients, &stage.database), injected)
+    let found = verify(&record, &clients, &stage.database, &stage.recipient);
+    (found, injected)
 }
 
 fn print(findings: &Findings, injected: &Injected) {
@@ -82,6 +88,11 @@ fn print(findings: &Findings, injected: &Injected) {
     println!(
         "{} effects; {} hang and are listed; {} steps for one key at most",
         findings.effects, findings.stale, findings.steps
+    );
+    let delivered = &findings.delivered;
+    println!(
+        "{} effects were stored for the outbox; {} webhooks were seen, {} of them again, {} were taken again",
+        delivered.stored, delivered.seen, delivered.again, delivered.taken_again
     );
 }
 
@@ -150,6 +161,16 @@ fn a_report_that_settles_whatever_its_attempt_is_found() {
 #[test]
 fn a_repeat_that_is_not_recognised_is_found() {
     is_found("repeat-not-recognised");
+}
+
+#[test]
+fn effects_that_are_stored_again_by_a_repeat_are_found() {
+    is_found("effects-stored-again");
+}
+
+#[test]
+fn a_failed_delivery_that_counts_as_taken_is_found() {
+    is_found("failure-taken");
 }
 
 #[test]

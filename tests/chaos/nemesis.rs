@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 use diesel::connection::SimpleConnection;
 use diesel::{Connection, PgConnection, SqliteConnection};
 
+use super::effects::{Mood, Recipient};
 use super::helpers::database::Database;
 use super::helpers::postgres::Postgres;
 use super::helpers::random::Random;
@@ -75,6 +76,30 @@ pub(crate) fn break_network(proxies: &[Proxy], seed: u64, is_over: &AtomicBool) 
         *injected.entry(name).or_default() += 1;
         pauses.pause(100, 800);
     }
+    injected
+}
+
+/// Lets the receiver of effects have its moods until it is over, and leaves it well.
+pub(crate) fn spoil(recipient: &Recipient, seed: u64, is_over: &AtomicBool) -> Injected {
+    let mut injected = Injected::new();
+    let mut pauses = Pauses {
+        random: Random::of(seed ^ 0x6d6f_6f64),
+        is_over,
+    };
+    while !is_over.load(Ordering::SeqCst) {
+        recipient.set(Mood::Normal);
+        pauses.pause(300, 1500);
+        let (mood, name) = match pauses.random.below(4) {
+            0 => (Mood::Failing, "answers 500"),
+            1 => (Mood::Hanging, "hangs"),
+            2 => (Mood::Dropping, "ends connections"),
+            _ => (Mood::Slow, "is slow"),
+        };
+        recipient.set(mood);
+        *injected.entry(format!("the receiver {name}")).or_default() += 1;
+        pauses.pause(300, 2500);
+    }
+    recipient.set(Mood::Well);
     injected
 }
 
@@ -151,7 +176,12 @@ pub(crate) fn break_parts(
                 ("rows locked", hold(&mut pauses, server, "BEGIN", rows))
             }
             (Fault::LockTable, Some(_)) => {
-                let tables = ["processed_orders", "run_ledger", "run_history"];
+                let tables = [
+                    "processed_orders",
+                    "run_ledger",
+                    "run_history",
+                    "run_outbox",
+                ];
                 let table = *pauses.random.one_of(&tables);
                 let lock = format!("LOCK TABLE {table} IN EXCLUSIVE MODE");
                 let server = PgConnection::establish(&database.url);

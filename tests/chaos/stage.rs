@@ -8,6 +8,7 @@ use std::time::Duration;
 use chrono::{DateTime, TimeDelta, Utc};
 use tempfile::TempDir;
 
+use super::effects::{Recipient, TIMEOUT};
 use super::helpers::database::{Backend, Database};
 use super::helpers::postgres::{Postgres, free_port};
 use super::helpers::service::{BINARY, Client, Service};
@@ -16,6 +17,9 @@ use super::proxy::{Proxy, Weather};
 
 /// How many connections Postgres takes: little more than two replicas hold.
 const MAX_CONNECTIONS: &str = "max_connections=48";
+
+/// As many as there may be, so that no effect is given up because of what breaks here.
+const RETRY_WAITS: &str = "0,0,1,1,1,1,1,1,1,1,2,2,2,2,2,2,2,2,2,2";
 
 /// Which program is run, and with which fault planted.
 #[derive(Debug, Clone)]
@@ -118,16 +122,19 @@ pub(crate) struct Replica {
     /// As the replica is told: on Postgres, through the network behind.
     database: Arc<Database>,
     clock: Option<Clock>,
+    /// Where effects go: through the network as well.
+    outbox: u16,
     service: Option<Service>,
 }
 
 impl Replica {
-    fn new(program: &Program, database: Arc<Database>) -> Self {
+    fn new(program: &Program, database: Arc<Database>, outbox: u16) -> Self {
         Self {
             program: program.clone(),
             port: free_port(),
             database,
             clock: None,
+            outbox,
             service: None,
         }
     }
@@ -142,6 +149,9 @@ impl Replica {
             .env("DATABASE_URL", &self.database.url)
             .env("LISTEN", format!("127.0.0.1:{}", self.port))
             .env("DATABASE_WAIT", "60")
+            .env("OUTBOX_ROUTES", self.routes())
+            .env("OUTBOX_TIMEOUT", TIMEOUT.as_secs().to_string())
+            .env("OUTBOX_RETRY_WAITS", RETRY_WAITS)
             .env("RUST_LOG", "info,actix_server=warn");
         if let Some(fault) = self.program.fault {
             command.env("PLANTED_FAULT", fault);
@@ -150,6 +160,12 @@ impl Replica {
             clock.apply(&mut command);
         }
         self.service = Some(Service::spawn(Arc::clone(&self.database), command));
+    }
+
+    /// One topic has a route of its own.
+    fn routes(&self) -> String {
+        let receiver = format!("http://127.0.0.1:{}", self.outbox);
+        format!("mail={receiver}/mail,*={receiver}/other")
     }
 
     /// Kills the process (-9).
@@ -199,8 +215,10 @@ impl Drop for Replica {
 /// All of it.
 pub(crate) struct Stage {
     pub(crate) replicas: Vec<Replica>,
-    /// Between callers and replicas, in the order of the replicas; then between these and Postgres.
+    /// Between callers and replicas, in the order of the replicas; then between these and Postgres; then between
+    /// all replicas and the receiver of effects.
     pub(crate) network: Vec<Proxy>,
+    pub(crate) recipient: Recipient,
     /// Beside the network.
     pub(crate) database: Arc<Database>,
     pub(crate) postgres: Option<Postgres>,
@@ -209,6 +227,8 @@ pub(crate) struct Stage {
 impl Stage {
     /// Two replicas on one Postgres, the second with a clock of its own; or one process on SQLite.
     pub(crate) fn new(backend: Backend, program: &Program) -> Self {
+        let recipient = Recipient::start();
+        let outbox = Proxy::start("replicas and receiver", recipient.port());
         let mut stage = match backend {
             Backend::Postgres => {
                 let postgres = Postgres::start(&[MAX_CONNECTIONS]);
@@ -217,12 +237,13 @@ impl Stage {
                 let mut replicas: Vec<Replica> = behind
                     .iter()
                     .map(|proxy| format!("postgres://postgres@127.0.0.1:{}/gate", proxy.port))
-                    .map(|url| Replica::new(program, Arc::new(Database::at(url))))
+                    .map(|url| Replica::new(program, Arc::new(Database::at(url)), outbox.port))
                     .collect();
                 replicas[1].clock = Some(Clock::ahead(5));
                 Self {
                     replicas,
                     network: behind.into(),
+                    recipient,
                     database: Arc::new(Database::at(postgres.create("gate"))),
                     postgres: Some(postgres),
                 }
@@ -230,8 +251,9 @@ impl Stage {
             Backend::Sqlite => {
                 let database = Arc::new(Database::new(backend));
                 Self {
-                    replicas: vec![Replica::new(program, Arc::clone(&database))],
+                    replicas: vec![Replica::new(program, Arc::clone(&database), outbox.port)],
                     network: Vec::new(),
+                    recipient,
                     database,
                     postgres: None,
                 }
@@ -243,6 +265,7 @@ impl Stage {
             .map(|replica| Proxy::start("callers and replica", replica.port));
         let fronts: Vec<Proxy> = fronts.collect();
         stage.network.splice(0..0, fronts);
+        stage.network.push(outbox);
         stage.replicas.iter_mut().for_each(Replica::start);
         for replica in &stage.replicas {
             let is_shifted = replica.is_ahead() > TimeDelta::hours(1);

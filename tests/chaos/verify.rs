@@ -10,9 +10,10 @@ use dedup_gate::domain::text::IdempotencyKey;
 use serde_json::Value;
 
 use super::callers::Kind;
+use super::effects::{ARRIVAL, Delivered, Recipient, Stored, judge, pending};
 use super::helpers::database::Database;
 use super::helpers::service::Client;
-use super::helpers::wait_until;
+use super::helpers::{wait_until, wait_within};
 use super::history::{Call, Effect, Heard, Record, Request};
 use super::linearize::{Fault, check};
 
@@ -32,10 +33,16 @@ pub(crate) struct Findings {
     pub(crate) stale: usize,
     /// The most steps that the check of one key took.
     pub(crate) steps: u64,
+    pub(crate) delivered: Delivered,
 }
 
 /// Reads every entry, and judges all that was recorded. Nothing may be on its way any more.
-pub(crate) fn verify(record: &Record, clients: &[Client], database: &Database) -> Findings {
+pub(crate) fn verify(
+    record: &Record,
+    clients: &[Client],
+    database: &Database,
+    recipient: &Recipient,
+) -> Findings {
     let (mut calls, effects) = record.take();
     let mut findings = Findings {
         keys: calls.len(),
@@ -51,6 +58,12 @@ pub(crate) fn verify(record: &Record, clients: &[Client], database: &Database) -
     for (key, read) in record.take().0 {
         calls.entry(key).or_default().extend(read);
     }
+    let stored = Stored::read(database);
+    for calls in calls.values_mut() {
+        stored.name(calls);
+    }
+    findings.delivered = judge(&calls, &stored, recipient, false);
+    findings.wrong.append(&mut findings.delivered.wrong);
     for calls in calls.values() {
         findings.wrong.extend(internal_faults(calls));
         findings.wrong.extend(two_winners(calls));
@@ -68,6 +81,14 @@ pub(crate) fn verify(record: &Record, clients: &[Client], database: &Database) -
     if findings.wrong.is_empty() {
         let unlisted = unlisted(&hanging, &clients[0], &calls);
         findings.wrong.extend(unlisted);
+    }
+    // So does this, for leases of effects.
+    if findings.wrong.is_empty() {
+        wait_within(ARRIVAL, "the last effects have arrived", || {
+            pending(database) == 0
+        });
+        findings.delivered = judge(&calls, &Stored::read(database), recipient, true);
+        findings.wrong.append(&mut findings.delivered.wrong);
     }
     findings
 }

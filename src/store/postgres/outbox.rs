@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 
+use diesel::connection::SimpleConnection;
 use diesel::dsl::{max, sql};
 use diesel::pg::{Pg, PgConnection};
 use diesel::prelude::*;
@@ -21,6 +22,12 @@ use crate::store::schema::run_outbox as outbox;
 
 /// Where replicas hear that an effect was stored.
 pub(super) const CHANNEL: &str = "dedup_gate_outbox";
+
+/// What is due is read in its order, by the index of what is pending, and everything else is found by its key. What
+/// the planner knows of the table is from before a backlog built up, when next to nothing was pending: it would gather
+/// all that is, and sort it, for each lease.
+const PLANS: &str = "SET LOCAL enable_sort = off; SET LOCAL enable_bitmapscan = off; \
+    SET LOCAL enable_hashjoin = off; SET LOCAL enable_mergejoin = off";
 
 /// Stores effects of keys whose rows are locked, and tells all replicas, once it is committed.
 pub(super) fn store(
@@ -64,7 +71,11 @@ pub(super) fn wake(connection: &mut PgConnection) -> Result<(), StoreError> {
 
 /// Effects that are due, of each key the first. One that waits for another try lets those behind it pass; one
 /// that is due, or under way, does not. Nobody waits for anybody's lock.
+///
+/// Those before it are told by `settled_at`, which says the same as their status: by that the planner would look for
+/// them among all that is pending.
 pub(super) fn lease(connection: &mut PgConnection, lease: &Lease) -> Result<Leased, StoreError> {
+    connection.batch_execute(PLANS)?;
     let (topics, are_these) = lease.topics.named();
     let (routed, are_routed) = lease.routed.named();
     let rows: Vec<OutboxRow> = diesel::sql_query(
@@ -74,7 +85,7 @@ pub(super) fn lease(connection: &mut PgConnection, lease: &Lease) -> Result<Leas
                  AND (topic = ANY ($1)) = $2 \
                  AND NOT EXISTS (SELECT FROM run_outbox AS before \
                      WHERE before.idempotency_key = mine.idempotency_key AND before.seq < mine.seq \
-                         AND before.status = 'pending' \
+                         AND before.settled_at IS NULL \
                          AND (before.is_leased OR before.next_at <= statement_timestamp()) \
                          AND (before.topic = ANY ($3)) = $4) \
              ORDER BY next_at LIMIT $5 FOR UPDATE SKIP LOCKED) \
@@ -125,6 +136,7 @@ pub(super) fn settle(
         .iter()
         .map(|settled| settled.wait.as_seconds_f64())
         .collect();
+    connection.batch_execute(PLANS)?;
     let written = diesel::sql_query(
         "UPDATE run_outbox AS tried SET status = settled.status, is_leased = false, \
              failures = settled.failures, log = tried.log || settled.line, \
@@ -209,6 +221,7 @@ pub(super) fn undelivered(
     connection: &mut PgConnection,
     now: Time,
 ) -> Result<Undelivered, StoreError> {
+    connection.batch_execute(PLANS)?;
     let row: UndeliveredRow = diesel::sql_query(
         "SELECT waiting, oldest, dead FROM \
              (SELECT count(*) AS waiting, min(due_at) AS oldest \
