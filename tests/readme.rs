@@ -2,6 +2,8 @@
 
 use std::process::Command;
 
+use base64::Engine;
+use base64::engine::general_purpose::STANDARD;
 use serde_json::Value;
 
 use super::helpers::{Backend, Service};
@@ -60,4 +62,25 @@ fn the_english_example_holds() {
 #[test]
 fn the_spanish_example_holds() {
     assert_example_holds(include_str!("../README.es.md"));
+}
+
+/// What n8n has as text is what the service has as bytes.
+#[test]
+fn the_example_of_a_secret_gives_both_sides_the_same() {
+    for readme in [
+        include_str!("../README.md"),
+        include_str!("../README.es.md"),
+    ] {
+        let mut blocks = blocks(readme, "sh").into_iter();
+        let command = blocks.find(|block| block.starts_with("secret=")).unwrap();
+        let output = Command::new("sh").args(["-c", command]).output().unwrap();
+        let said = String::from_utf8(output.stdout).unwrap();
+        let (text, encoded) = said
+            .trim()
+            .strip_prefix("Hmac Secret: ")
+            .and_then(|rest| rest.split_once("\nOUTBOX_SECRETS=whsec_"))
+            .expect(&said);
+        assert_eq!(STANDARD.decode(encoded).unwrap(), text.as_bytes());
+        assert!((24..=64).contains(&text.len()), "{text}");
+    }
 }

@@ -1,4 +1,4 @@
-// Does in n8n's editor, in a real browser, what the READMEs' three steps say: makes the credential, imports workflows
+// Does in n8n's editor, in a real browser, what the READMEs' three steps say: makes the credentials, imports workflows
 // from their files, publishes them. Those in SHIPPED are only imported, for a picture of each; those in COPIES are
 // published too.
 //
@@ -19,20 +19,19 @@ async function signIn(page) {
   await page.waitForURL(/home/);
 }
 
-async function createCredential(page) {
+async function createCredential(page, type, name, ...values) {
   await page.goto(`${url}/home/credentials`);
   await page.getByRole('button', { name: 'Create credential' }).first().click();
-  await page.keyboard.type('Header Auth');
-  await page.getByText('Header Auth', { exact: true }).first().click();
+  await page.keyboard.type(type);
+  await page.getByText(type, { exact: true }).first().click();
   await page.getByRole('button', { name: 'Continue' }).click();
   const dialog = page.getByRole('dialog');
   await dialog.getByTestId('inline-edit-preview').click();
   await page.keyboard.press('Control+A');
-  await page.keyboard.type('dedup-gate API key');
+  await page.keyboard.type(name);
   await page.keyboard.press('Enter');
-  const [name, value] = await dialog.getByTestId('parameter-input-field').all();
-  await name.fill('X-API-Key');
-  await value.fill(apiKey);
+  const fields = await dialog.getByTestId('parameter-input-field').all();
+  for (const [index, value] of values.entries()) await fields[index].fill(value);
   const saved = page.waitForResponse((response) => response.request().method() === 'POST' && response.url().endsWith('/rest/credentials'));
   await dialog.getByRole('button', { name: 'Save' }).click();
   if (!(await saved).ok()) throw new Error('the credential was not saved');
@@ -77,7 +76,8 @@ async function publish(page) {
   page.setDefaultTimeout(20_000);
   try {
     await signIn(page);
-    await createCredential(page);
+    await createCredential(page, 'Header Auth', 'dedup-gate API key', 'X-API-Key', apiKey);
+    await createCredential(page, 'Crypto', 'dedup-gate webhook secret', 'a secret of n8n, in 33 characters');
     for (const file of filesIn(shipped)) {
       await importWorkflow(page, file);
       await takePicture(page, file);

@@ -368,7 +368,7 @@ fn n8n_gets_the_credential_and_the_workflows() {
         .iter()
         .map(|workflow| format!("{} {} false", workflow["id"], workflow["name"]).replace('"', ""))
         .collect();
-    assert_eq!(expected.len(), 8);
+    assert_eq!(expected.len(), 9);
     expected.push("kitDemoWorkflow1 The kit's demo false".into());
     assert_eq!(workflows(&n8n), expected.join("\n"));
 

@@ -14,6 +14,7 @@ mod stage;
 
 mod comparison;
 mod editor;
+mod effects;
 mod faults;
 mod kit;
 mod orders;

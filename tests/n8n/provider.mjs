@@ -6,12 +6,12 @@
 // GET  /charges?reference=R                      {"data": [charges with this reference]}
 // POST /v1/payment_intents, Idempotency-Key      charges once a key, and repeats its answer (a form; metadata[order_id])
 // POST /v2/checkout/orders, PayPal-Request-Id    the same, in JSON
-// POST any other path                            keeps the message
+// POST, PUT any other path                       keeps the message
 //
 // For tests: PUT /behaviour {of, answers: [{charge, status, retry_after, delay, drop, raw}, …]} sets what the next requests
-// for an order, or the next searches for a reference, meet: charged or not, with this status and this Retry-After, after so
-// many ms, the connection dropped, this text as the body. GET /requests tells what came, and when (ms); DELETE /messages
-// gives the messages and forgets them.
+// for an order, the next searches for a reference, or the next messages to the paths under one meet: charged (kept) or not,
+// with this status and this Retry-After, after so many ms, the connection dropped, this text as the body. GET /requests tells
+// what came, and when (ms); GET /messages gives the messages, DELETE /messages forgets them too.
 import { createServer } from 'node:http';
 
 const charges = [];
@@ -68,14 +68,17 @@ function serve(request, response) {
       return answer(response, status, { data: found }, raw);
     }
     case 'GET /requests': return answer(response, 200, requests);
+    case 'GET /messages': return answer(response, 200, messages);
     case 'DELETE /messages': return answer(response, 200, messages.splice(0));
     case 'PUT /behaviour':
       behaviours.set(request.json.of, request.json.answers);
       return answer(response, 200, {});
-    default:
-      if (request.method !== 'POST') return answer(response, 404, { message: 'unknown path' });
-      messages.push({ path: pathname, ...request.json });
-      return answer(response, 200, {});
+    default: {
+      if (!['POST', 'PUT'].includes(request.method)) return answer(response, 404, { message: 'unknown path' });
+      const { charge = true, status = 200, delay = 0 } = behaviours.get(`/${pathname.split('/')[1]}`)?.shift() ?? {};
+      if (charge) messages.push({ path: pathname, ...request.json });
+      return setTimeout(() => answer(response, status, {}), delay);
+    }
   }
 }
 

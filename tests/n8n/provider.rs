@@ -56,8 +56,9 @@ impl Provider {
         process.wait().unwrap();
     }
 
-    /// What the next requests for an order, or the next searches for a reference, will meet:
-    /// objects of `charge`, `status`, `retry_after`, `delay`, `drop` and `raw`.
+    /// What the next requests for an order, the next searches for a reference, or the next messages
+    /// to the paths under one will meet: objects of `charge`, `status`, `retry_after`, `delay`, `drop`
+    /// and `raw`, of which messages know `charge`, `status` and `delay`.
     pub(crate) fn behave(&self, of: &str, answers: &Value) {
         let json_type = [("Content-Type", "application/json")];
         let body = json!({"of": of, "answers": answers}).to_string();
@@ -97,6 +98,14 @@ impl Provider {
         let mut requests: Vec<Value> = serde_json::from_value(requests).unwrap();
         requests.retain(|request| request["order_id"] == order_id);
         requests
+    }
+
+    /// The messages that are kept and have this in a member.
+    pub(crate) fn messages_with(&self, member: &str, value: &str) -> Vec<Value> {
+        let messages = self.client.get("/messages").ok();
+        let mut messages: Vec<Value> = serde_json::from_value(messages).unwrap();
+        messages.retain(|message| message[member] == value);
+        messages
     }
 
     /// The messages that were sent to a path since they were last taken. What was sent to other

@@ -23,6 +23,9 @@ pub(crate) const API_KEYS: &str = "n8n:secret-of-n8n,shop:secret-of-shop";
 /// The API key of the first n8n.
 pub(crate) const SECRET: &str = "secret-of-n8n";
 
+/// What n8n checks webhooks' signatures with, as its credential has it.
+pub(crate) const WEBHOOK_SECRET: &str = "a secret of n8n, in 33 characters";
+
 /// The folder of the shipped workflows.
 pub(crate) const SHIPPED: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/n8n-workflows");
 /// The folder of workflows that only tests need.
@@ -76,8 +79,20 @@ pub(crate) fn import_credentials(n8n: &Instance, secret: &str) {
     let raw_sql = json!({"id": "rawSqlDatabase01", "name": "Raw SQL", "type": "postgres",
         "data": {"host": "127.0.0.1", "port": SHARED.port(), "database": RAW_SQL, "user": "postgres",
             "password": "none", "ssl": "disable"}});
+    import_each(n8n, &[gate, raw_sql, webhook_secret(WEBHOOK_SECRET)]);
+}
+
+/// The credential with which signatures are checked.
+pub(crate) fn webhook_secret(secret: &str) -> Value {
+    json!({"id": "dedupGateWebhook", "name": "dedup-gate webhook secret", "type": "crypto",
+        "data": {"hmacSecret": secret}})
+}
+
+/// Imports credentials into an n8n, in place of those that it has under their ids.
+pub(crate) fn import_each(n8n: &Instance, credentials: &[Value]) {
     let folder = tempfile::tempdir().unwrap();
-    for (file, credential) in [("gate.json", gate), ("raw-sql.json", raw_sql)] {
+    for credential in credentials {
+        let file = format!("{}.json", credential["id"].as_str().unwrap());
         std::fs::write(folder.path().join(file), credential.to_string()).unwrap();
     }
     n8n.import("credentials", folder.path());
@@ -114,6 +129,8 @@ pub(crate) fn localised(file: &Path, gate_port: u16, provider_port: u16) -> Stri
         .replace("dedup-gate:8080", &gate)
         .replace("payments.example", &provider)
         .replace("alerts.example", &provider)
+        .replace("mail.example", &provider)
+        .replace("crm.example", &provider)
 }
 
 /// The files in a folder, in the order of their names.
@@ -145,9 +162,17 @@ impl Stage {
 impl Gate {
     /// Starts the service on a database.
     pub(crate) fn open_on(&mut self, database: Arc<Database>) {
+        self.open_with(database, &[]);
+    }
+
+    /// [`Self::open_on`], with settings besides.
+    pub(crate) fn open_with(&mut self, database: Arc<Database>, more: &[(&str, &str)]) {
         let listen = format!("127.0.0.1:{}", self.port);
         let settings = [("LISTEN", listen.as_str()), ("API_KEYS", API_KEYS)];
-        self.hold(Service::start_beside(database, &settings));
+        self.hold(Service::start_beside(
+            database,
+            &[&settings[..], more].concat(),
+        ));
     }
 
     fn hold(&mut self, service: Service) {
@@ -191,12 +216,15 @@ impl Gate {
         self.service().post_as(SECRET, path, body).ok()
     }
 
-    fn entries(&self, query: &str) -> Vec<Value> {
-        let path = format!("/ledger?limit=500&{query}");
-        let reply = self
-            .service()
-            .send("GET", &path, &[("X-API-Key", SECRET)], b"");
-        serde_json::from_value(reply.ok()["entries"].take()).unwrap()
+    /// Gets from the service.
+    pub(crate) fn get(&self, path: &str) -> Value {
+        let headers = [("X-API-Key", SECRET)];
+        self.service().send("GET", path, &headers, b"").ok()
+    }
+
+    pub(crate) fn entries(&self, query: &str) -> Vec<Value> {
+        let mut reply = self.get(&format!("/ledger?limit=500&{query}"));
+        serde_json::from_value(reply["entries"].take()).unwrap()
     }
 
     /// The orders whose entries have this status.
