@@ -290,6 +290,11 @@ impl Gate {
         self.effects.subscribe()
     }
 
+    /// Notes that effects were stored beside the gate.
+    pub fn note_effects(&self) {
+        self.effects.send_modify(|count| *count += 1);
+    }
+
     /// Has the store tell when other replicas store effects. Returns whether it does.
     pub fn listen(&self) -> bool {
         let stored = self.effects.clone();
@@ -380,6 +385,19 @@ impl Gate {
             return Err(StoreError::Unavailable("a lane waits for it in vain".into()).into());
         }
         self.ask("ready", |store| store.ready()).await
+    }
+
+    /// Runs what is asked of a database beside the gate, within the bounds of a call to its store.
+    ///
+    /// # Errors
+    ///
+    /// There is no answer.
+    pub async fn beside<T: Send + 'static>(
+        &self,
+        operation: &'static str,
+        question: impl FnOnce() -> Result<T, StoreError> + Send + 'static,
+    ) -> Result<T, GateError> {
+        self.ask(operation, |_| question()).await
     }
 
     /// Waits in a lane for the answer; `alone`, which is this operation of the store, gets it where
