@@ -16,16 +16,21 @@ use crate::api::problem::Code;
 use crate::api::{self, request_log};
 use crate::config::{Command, Database, Settings};
 use crate::gate::{Gate, LaneLimits};
+use crate::lab::Lab;
 use crate::metrics::Metrics;
 use crate::outbox::Outbox;
 use crate::outbox::send::Sender;
 use crate::retention::{self, Others};
+use crate::store::lab::LabStore;
 use crate::store::postgres::PostgresStore;
 use crate::store::sqlite::SqliteStore;
 use crate::store::{StartError, Store};
 
 /// How long what is in flight may take after SIGTERM, in seconds; a request takes three at most.
 const SHUTDOWN_SECONDS: u64 = 10;
+
+/// How many connections to Postgres the lab takes beside those of its lanes.
+const LAB_CONNECTIONS: u32 = 5;
 
 /// How long between two tries to reach the database at start.
 const DATABASE_RETRY: Duration = Duration::from_millis(500);
@@ -60,6 +65,10 @@ async fn serve(settings: &Settings) -> Result<(), String> {
     let retention = settings.retention()?;
     let metrics = Arc::new(Metrics::new(&Code::names()));
     let gate = open_gate(settings, Arc::clone(&metrics)).await?;
+    let lab = match settings.lab {
+        true => Some(web::Data::new(open_lab(settings).await?)),
+        false => None,
+    };
     let (gate, metrics) = (web::Data::new(gate), web::Data::from(metrics));
     if let Some(kept) = retention {
         let gate = gate.clone();
@@ -98,7 +107,7 @@ async fn serve(settings: &Settings) -> Result<(), String> {
             .app_data(retry_policy.clone())
             .app_data(routes.clone())
             .wrap_fn(request_log::observe)
-            .configure(|routes| api::configure(routes, body_limit))
+            .configure(|routes| api::configure(routes, body_limit, lab.clone()))
     })
     .disable_signals()
     .shutdown_timeout(SHUTDOWN_SECONDS)
@@ -152,32 +161,77 @@ async fn purge(settings: &Settings) -> Result<(), String> {
 
 async fn open_gate(settings: &Settings, metrics: Arc<Metrics>) -> Result<Gate, String> {
     let (store, connections) = open_store(settings).await?;
-    let limits = LaneLimits {
-        queue: settings.claim_queue as usize,
-        batch: settings.claim_batch as usize,
-    };
-    Ok(Gate::new(store, connections, limits, metrics))
+    Ok(Gate::new(
+        store,
+        connections,
+        lane_limits(settings),
+        metrics,
+    ))
 }
 
-/// Opens and migrates the store. One that is out of reach is waited for.
+fn lane_limits(settings: &Settings) -> LaneLimits {
+    LaneLimits {
+        queue: settings.claim_queue as usize,
+        batch: settings.claim_batch as usize,
+    }
+}
+
+/// Opens and migrates the store.
 async fn open_store(settings: &Settings) -> Result<(Arc<dyn Store>, u32), String> {
     let replay_window = TimeDelta::seconds(settings.replay_window.into());
     // The others are the lanes'.
     let connections = settings.database_connections - 3;
     let database = settings.database()?;
+    when_in_reach(settings, || match &database {
+        Database::Postgres(url) => {
+            let is_pooled = settings.database_pooler;
+            PostgresStore::open(url.expose_secret(), is_pooled, connections, replay_window)
+                .map(|store| (Arc::new(store) as Arc<dyn Store>, connections))
+        }
+        Database::Sqlite(path) => SqliteStore::open(path, replay_window)
+            .map(|store| (Arc::new(store) as Arc<dyn Store>, SqliteStore::CONNECTIONS)),
+    })
+    .await
+}
+
+/// Opens the lab, whose gate is counted for itself.
+async fn open_lab(settings: &Settings) -> Result<Lab, String> {
+    let replay_window = TimeDelta::seconds(settings.replay_window.into());
+    let database = settings.database()?;
+    let (store, lab_store, connections) = when_in_reach(settings, || match &database {
+        Database::Postgres(url) => {
+            let (url, is_pooled) = (url.expose_secret(), settings.database_pooler);
+            let store = PostgresStore::open_lab(url, is_pooled, LAB_CONNECTIONS, replay_window)?;
+            Ok(both(store, LAB_CONNECTIONS))
+        }
+        Database::Sqlite(path) => {
+            let store = SqliteStore::open_lab(path, replay_window)?;
+            Ok(both(store, SqliteStore::CONNECTIONS))
+        }
+    })
+    .await?;
+    let metrics = Arc::new(Metrics::new(&[]));
+    let gate = Gate::new(store, connections, lane_limits(settings), metrics);
+    Ok(Lab::new(gate, lab_store))
+}
+
+fn both<S: Store + LabStore + 'static>(
+    store: S,
+    connections: u32,
+) -> (Arc<dyn Store>, Arc<dyn LabStore>, u32) {
+    let store = Arc::new(store);
+    (Arc::clone(&store) as _, store, connections)
+}
+
+/// Opens what may be out of reach, and is waited for then.
+async fn when_in_reach<T>(
+    settings: &Settings,
+    open: impl Fn() -> Result<T, StartError>,
+) -> Result<T, String> {
     let give_up = Instant::now() + settings.database_wait();
     let mut has_said = false;
     loop {
-        let opened: Result<(Arc<dyn Store>, u32), StartError> = match &database {
-            Database::Postgres(url) => {
-                let is_pooled = settings.database_pooler;
-                PostgresStore::open(url.expose_secret(), is_pooled, connections, replay_window)
-                    .map(|store| (Arc::new(store) as Arc<dyn Store>, connections))
-            }
-            Database::Sqlite(path) => SqliteStore::open(path, replay_window)
-                .map(|store| (Arc::new(store) as Arc<dyn Store>, SqliteStore::CONNECTIONS)),
-        };
-        match opened {
+        match open() {
             Ok(opened) => return Ok(opened),
             Err(StartError::Unusable(fault)) => return Err(fault),
             Err(StartError::Unavailable(fault)) if Instant::now() + DATABASE_RETRY > give_up => {

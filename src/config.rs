@@ -150,6 +150,10 @@ pub struct Settings {
           default_value = "5,30,120,600,1800,7200,18000,36000",
           value_parser = clap::value_parser!(u32).range(0..=2_592_000))]
     outbox_retry_waits: Vec<u32>,
+
+    /// Serve the lab at /lab: retries of one payment, with and without a key
+    #[arg(long, env, global = true)]
+    pub lab: bool,
 }
 
 /// How many tries there may be.

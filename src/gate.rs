@@ -382,6 +382,19 @@ impl Gate {
         self.ask("ready", |store| store.ready()).await
     }
 
+    /// Runs what is asked of a database beside the gate, within the bounds of a call to its store.
+    ///
+    /// # Errors
+    ///
+    /// There is no answer.
+    pub async fn beside<T: Send + 'static>(
+        &self,
+        operation: &'static str,
+        question: impl FnOnce() -> Result<T, StoreError> + Send + 'static,
+    ) -> Result<T, GateError> {
+        self.ask(operation, |_| question()).await
+    }
+
     /// Waits in a lane for the answer; `alone`, which is this operation of the store, gets it where
     /// the batch has failed.
     async fn gather<Q: Send + 'static, A: Send + 'static>(

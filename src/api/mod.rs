@@ -5,6 +5,7 @@ pub mod auth;
 pub mod claim;
 pub mod health;
 pub mod key;
+pub mod lab;
 pub mod ledger;
 pub mod metrics;
 pub mod openapi;
@@ -18,13 +19,18 @@ pub mod review;
 use actix_web::guard;
 use actix_web::http::header::{ALLOW, HeaderValue};
 use actix_web::middleware::from_fn;
+use actix_web::web::Data;
 use actix_web::{HttpRequest, HttpResponse, Resource, ResponseError, Route, web};
 
 use self::problem::{Code, Problem};
 use self::request::BodyLimit;
+use crate::lab::Lab;
 
-/// All routes.
-pub fn configure(app: &mut web::ServiceConfig, body_limit: usize) {
+/// All routes; those of the lab where there is one.
+pub fn configure(app: &mut web::ServiceConfig, body_limit: usize, lab: Option<Data<Lab>>) {
+    if lab.is_some() {
+        app.service(resource("/lab", "GET, HEAD").route(get().to(lab::page)));
+    }
     app.app_data(BodyLimit(body_limit))
         // `OPTIONS *` has no path, so that no scope takes it.
         .default_service(web::to(not_found))
@@ -55,8 +61,26 @@ pub fn configure(app: &mut web::ServiceConfig, body_limit: usize) {
                     resource("/outbox/{id}/redeliver", "POST")
                         .route(web::post().to(outbox::redeliver)),
                 )
+                .configure(|routes| {
+                    if let Some(lab) = lab {
+                        configure_lab(routes, lab);
+                    }
+                })
                 .default_service(web::to(not_found)),
         );
+}
+
+/// What charges answers no HEAD, which asks for nothing to be done.
+fn configure_lab(routes: &mut web::ServiceConfig, lab: Data<Lab>) {
+    let acts = web::get;
+    routes
+        .app_data(lab)
+        .service(resource("/lab/charge-unsafe", "GET").route(acts().to(lab::charge_unsafe)))
+        .service(resource("/lab/charge-in-memory", "GET").route(acts().to(lab::charge_in_memory)))
+        .service(resource("/lab/charge-idempotent", "GET").route(acts().to(lab::charge_idempotent)))
+        .service(resource("/lab/reset-lab", "GET").route(acts().to(lab::reset)))
+        .service(resource("/lab/idempotency/state", "GET, HEAD").route(get().to(lab::state)))
+        .service(resource("/lab/diagnostics/summary", "GET, HEAD").route(get().to(lab::summary)));
 }
 
 /// A path, and the methods that it knows.

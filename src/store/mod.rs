@@ -4,6 +4,7 @@
 //! implement it in their own way; the rows and the tables are the same.
 
 mod adopt;
+pub mod lab;
 pub mod outbox;
 pub mod postgres;
 mod rows;

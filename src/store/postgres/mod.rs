@@ -5,6 +5,7 @@ mod adopt;
 mod claim;
 mod connect;
 mod insert;
+mod lab;
 mod lane;
 mod list;
 mod listen;

@@ -2,6 +2,7 @@
 
 mod adopt;
 mod insert;
+mod lab;
 mod list;
 mod outbox;
 mod retention;
@@ -227,35 +228,6 @@ impl SqliteStore {
             Ok(verdicts)
         })
     }
-
-    /// Does what is asked in one transaction, in its order.
-    fn act_all(&self, acts: &[Act]) -> Result<Vec<Option<Acted>>, StoreError> {
-        self.transact(|connection| {
-            let now = clock();
-            let mut found: BTreeMap<&IdempotencyKey, Known> = BTreeMap::new();
-            for key in acts.iter().map(Act::key) {
-                if !found.contains_key(key)
-                    && let Some(state) = read_state(connection, key)?
-                {
-                    found.insert(key, Known::new(state, read_history(connection, key)?));
-                }
-            }
-            let acted = acts
-                .iter()
-                .map(|act| Some(found.get_mut(act.key())?.act(act, now)))
-                .collect();
-            found.retain(|_, known| known.is_changed);
-            for (key, known) in found {
-                write_entry(connection, key, &known.state)?;
-                if known.is_opened() {
-                    mark_opened(connection, key)?;
-                }
-                write_events(connection, key, known.events())?;
-                outbox::store(connection, key, &known.effects, now)?;
-            }
-            Ok(acted)
-        })
-    }
 }
 
 /// Why the migration stopped.
@@ -443,6 +415,36 @@ fn read_history(
     rows.iter().map(HistoryRow::event).collect()
 }
 
+/// Does what is asked, in its order; none where a key is unknown.
+fn act_all(
+    connection: &mut SqliteConnection,
+    acts: &[Act],
+) -> Result<Vec<Option<Acted>>, StoreError> {
+    let now = clock();
+    let mut found: BTreeMap<&IdempotencyKey, Known> = BTreeMap::new();
+    for key in acts.iter().map(Act::key) {
+        if !found.contains_key(key)
+            && let Some(state) = read_state(connection, key)?
+        {
+            found.insert(key, Known::new(state, read_history(connection, key)?));
+        }
+    }
+    let acted = acts
+        .iter()
+        .map(|act| Some(found.get_mut(act.key())?.act(act, now)))
+        .collect();
+    found.retain(|_, known| known.is_changed);
+    for (key, known) in found {
+        write_entry(connection, key, &known.state)?;
+        if known.is_opened() {
+            mark_opened(connection, key)?;
+        }
+        write_events(connection, key, known.events())?;
+        outbox::store(connection, key, &known.effects, now)?;
+    }
+    Ok(acted)
+}
+
 impl Store for SqliteStore {
     fn claim_all(&self, claims: &[Claim]) -> Result<Vec<Decided>, StoreError> {
         self.claim(claims, Batch::Array)
@@ -462,11 +464,14 @@ impl Store for SqliteStore {
     }
 
     fn act(&self, act: &Act) -> Result<Option<Acted>, StoreError> {
-        Ok(self.act_all(std::slice::from_ref(act))?.remove(0))
+        let acts = std::slice::from_ref(act);
+        Ok(self
+            .transact(|connection| Ok(act_all(connection, acts)?))?
+            .remove(0))
     }
 
     fn act_gathered(&self, acts: &[Act]) -> Vec<Result<Option<Acted>, StoreError>> {
-        match self.act_all(acts) {
+        match self.transact(|connection| Ok(act_all(connection, acts)?)) {
             Ok(acted) => acted.into_iter().map(Ok).collect(),
             Err(error) => vec![Err(error); acts.len()],
         }
