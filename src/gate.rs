@@ -290,6 +290,11 @@ impl Gate {
         self.effects.subscribe()
     }
 
+    /// Notes that effects were stored beside the gate.
+    pub fn note_effects(&self) {
+        self.effects.send_modify(|count| *count += 1);
+    }
+
     /// Has the store tell when other replicas store effects. Returns whether it does.
     pub fn listen(&self) -> bool {
         let stored = self.effects.clone();

@@ -9,9 +9,11 @@ use std::sync::{Arc, Mutex, PoisonError};
 use futures_util::future::join_all;
 use serde_json::json;
 use sha2::{Digest, Sha256};
+use uuid::Uuid;
 
 use crate::domain::act::Act;
 use crate::domain::claim::{Claim, Door, KeyReused, OnStale};
+use crate::domain::effect::{Due, Effect};
 use crate::domain::ledger::{Holder, Outcome, Report};
 use crate::domain::text::IdempotencyKey;
 use crate::gate::{Gate, GateError};
@@ -24,6 +26,9 @@ pub const WINDOW_SECONDS: u32 = 86_400;
 /// How long a charge may take, in seconds. It may be taken over then, since it is made with its report or not at
 /// all: what has no report was not charged.
 const LEASE_SECONDS: u32 = 30;
+
+/// The topic of the effect that follows from a charge.
+pub const RECEIPT: &str = "lab.receipt";
 
 /// How many of the keys that are held are listed.
 const LISTED: u32 = 100;
@@ -85,6 +90,11 @@ impl Lab {
             store,
             seen: Mutex::default(),
         }
+    }
+
+    /// The gate of the lab, which nobody else claims at.
+    pub fn gate(&self) -> &Gate {
+        &self.gate
     }
 
     /// Tries a payment so many times, at once. `api_key` is the name of the caller's.
@@ -151,7 +161,8 @@ impl Lab {
             .await
     }
 
-    /// Claims the payment as any caller of the gate would. Who wins charges and reports it in one transaction.
+    /// Claims the payment as any caller of the gate would. Who wins charges, reports it and stores the receipt
+    /// that is to be sent, in one transaction.
     async fn charge_if_claimed(
         &self,
         payment: &Payment,
@@ -174,19 +185,30 @@ impl Lab {
             return Ok(None);
         }
         let id = charge_id();
+        let charge = json!({
+            "charge_id": id, "account": payment.account, "amount_cents": payment.amount_cents
+        });
+        let receipt = Effect {
+            id: format!("msg_{}", Uuid::now_v7().simple()),
+            topic: RECEIPT.to_owned(),
+            payload: charge.to_string(),
+            due: Due::Now,
+        };
         let report = Act::Report(Report {
             key: payment.key.clone(),
             attempt: Some(verdict.state.attempt),
             holder: Some(holder),
             outcome: Outcome::Done {
                 external_id: Some(id.clone()),
-                result: Some(json!({
-                    "account": payment.account, "amount_cents": payment.amount_cents
-                })),
+                result: Some(charge),
             },
+            effects: vec![receipt],
         });
-        self.apply(Variant::Idempotent, id, payment, Some(report))
-            .await
+        let applied = self
+            .apply(Variant::Idempotent, id, payment, Some(report))
+            .await?;
+        self.gate.note_effects();
+        Ok(applied)
     }
 
     /// Charges; with a report of it, both in one transaction.

@@ -11,6 +11,7 @@ mod bad_input;
 mod conformance;
 mod faults;
 mod keys;
+mod lab;
 mod lane;
 mod listing;
 mod logs;

@@ -14,6 +14,7 @@ use utoipa::{IntoParams, ToSchema};
 
 use super::auth::Caller;
 use super::claim::StatusName;
+use super::outbox::{self, EffectsReply, OutboxQuery};
 use super::problem::Problem;
 use super::request::{NoQuery, Query, decode};
 use crate::domain::rfc3339;
@@ -239,7 +240,7 @@ fn fresh(reply: &impl Serialize) -> HttpResponse {
 /// Charge without a key
 ///
 /// Every try charges, as retries do where nobody asks whether it is the first time. It acts, so it answers no HEAD.
-#[utoipa::path(get, path = "/lab/charge-unsafe", tag = "lab", params(ChargeQuery),
+#[utoipa::path(get, path = "/lab/charge-unsafe", operation_id = "lab_charge_unsafe", tag = "lab", params(ChargeQuery),
     responses((status = 200, description = "What the tries came to", body = ChargeReply)))]
 pub async fn charge_unsafe(
     query: Query,
@@ -253,7 +254,7 @@ pub async fn charge_unsafe(
 ///
 /// A try charges where a map in the memory of this process has not seen the key: right with one process, and wrong
 /// with two. It acts, so it answers no HEAD.
-#[utoipa::path(get, path = "/lab/charge-in-memory", tag = "lab", params(ChargeQuery),
+#[utoipa::path(get, path = "/lab/charge-in-memory", operation_id = "lab_charge_in_memory", tag = "lab", params(ChargeQuery),
     responses((status = 200, description = "What the tries came to", body = ChargeReply)))]
 pub async fn charge_in_memory(
     query: Query,
@@ -268,7 +269,7 @@ pub async fn charge_in_memory(
 /// Every try claims the key as `/claim` does, at the gate of the lab, and the one that wins charges: charge and
 /// report are one transaction. A key that was charged with another account or amount is refused. It acts, so it
 /// answers no HEAD.
-#[utoipa::path(get, path = "/lab/charge-idempotent", tag = "lab", params(ChargeQuery),
+#[utoipa::path(get, path = "/lab/charge-idempotent", operation_id = "lab_charge_idempotent", tag = "lab", params(ChargeQuery),
     responses((status = 200, description = "What the tries came to", body = ChargeReply)),
     extensions(("x-problems" = json!(["key_reused"]))))]
 pub async fn charge_idempotent(
@@ -319,7 +320,7 @@ async fn charge(
 /// What the lab holds
 ///
 /// The keys of its gate with their age and window, and what each account holds by now.
-#[utoipa::path(get, path = "/lab/idempotency/state", tag = "lab",
+#[utoipa::path(get, path = "/lab/idempotency/state", operation_id = "lab_state", tag = "lab",
     responses((status = 200, description = "Keys and accounts", body = StateReply)))]
 pub async fn state(_: NoQuery, lab: Data<Lab>) -> Result<HttpResponse, Problem> {
     let held = lab.held().await?;
@@ -333,10 +334,20 @@ pub async fn state(_: NoQuery, lab: Data<Lab>) -> Result<HttpResponse, Problem> 
     }))
 }
 
+/// List the effects of the lab
+///
+/// As `GET /outbox` does, of the lab's: each charge at the gate stores one, in the transaction of the charge.
+#[utoipa::path(get, path = "/lab/outbox", operation_id = "lab_outbox", tag = "lab", params(OutboxQuery),
+    responses((status = 200, description = "A part of the list", body = EffectsReply)))]
+pub async fn outbox(query: Query, lab: Data<Lab>) -> Result<HttpResponse, Problem> {
+    let page = outbox::list_of(query, lab.gate()).await?;
+    Ok(fresh(&page))
+}
+
 /// Sum up
 ///
 /// What each variant did since the lab was emptied, on all replicas.
-#[utoipa::path(get, path = "/lab/diagnostics/summary", tag = "lab",
+#[utoipa::path(get, path = "/lab/diagnostics/summary", operation_id = "lab_summary", tag = "lab",
     responses((status = 200, description = "Sums by variant", body = SummaryReply)))]
 pub async fn summary(_: NoQuery, lab: Data<Lab>) -> Result<HttpResponse, Problem> {
     let sums = lab.sums().await?;
@@ -353,7 +364,7 @@ pub async fn summary(_: NoQuery, lab: Data<Lab>) -> Result<HttpResponse, Problem
 ///
 /// And only the lab, on all replicas: their maps in memory begin anew with the next charge. It acts, so it answers
 /// no HEAD.
-#[utoipa::path(get, path = "/lab/reset-lab", tag = "lab",
+#[utoipa::path(get, path = "/lab/reset-lab", operation_id = "lab_reset", tag = "lab",
     responses((status = 200, description = "It is empty", body = ResetReply)))]
 pub async fn reset(_: NoQuery, lab: Data<Lab>) -> Result<HttpResponse, Problem> {
     lab.reset().await?;
@@ -382,7 +393,7 @@ static POLICY: LazyLock<String> = LazyLock::new(|| {
 ///
 /// Buttons, and the balances of an account. It holds nothing, so it needs no API key: what it shows, it asks for with
 /// the key that is typed into it.
-#[utoipa::path(get, path = "/lab", tag = "lab",
+#[utoipa::path(get, path = "/lab", operation_id = "lab_page", tag = "lab",
     responses((status = 200, description = "The page", body = String, content_type = "text/html")))]
 pub async fn page(_: NoQuery) -> HttpResponse {
     HttpResponse::Ok()

@@ -80,6 +80,7 @@ fn configure_lab(routes: &mut web::ServiceConfig, lab: Data<Lab>) {
         .service(resource("/lab/charge-idempotent", "GET").route(acts().to(lab::charge_idempotent)))
         .service(resource("/lab/reset-lab", "GET").route(acts().to(lab::reset)))
         .service(resource("/lab/idempotency/state", "GET, HEAD").route(get().to(lab::state)))
+        .service(resource("/lab/outbox", "GET, HEAD").route(get().to(lab::outbox)))
         .service(resource("/lab/diagnostics/summary", "GET, HEAD").route(get().to(lab::summary)));
 }
 

@@ -12,7 +12,7 @@ use super::outbox::MAX_DELAY;
 use super::problem::Code;
 use super::request::NoQuery;
 use super::request_log::REQUEST_ID_HEADER;
-use super::{auth, claim, health, key, ledger, metrics, outbox, problem, retry, review};
+use super::{auth, claim, health, key, lab, ledger, metrics, outbox, problem, retry, review};
 use crate::domain::retry::MAX_RETRY_AFTER;
 
 /// Control characters, as a part of a class of a regular expression.
@@ -26,7 +26,7 @@ const PROBLEMS: &str = "x-problems";
 #[openapi(
     info(
         title = "dedup-gate",
-        description = "Makes n8n workflows safe to run twice: a gate that answers \"is this the first time?\" and a ledger of what became of the work.\n\nTimes are RFC 3339 in UTC with milliseconds. Unknown members and query parameters are refused, and null in an optional member means that it is absent (in `payload` and `result` it is a value). A body has 256 KiB at most (BODY_LIMIT) and nests 128 deep at most; a member given twice, a lone surrogate or a number beyond the range of a double is malformed. Lengths are counted in bytes of UTF-8.\n\nA duplicate is a success. Every reply that is not 2xx is application/problem+json (RFC 9457): beside those named below, 404 `not_found` for an unknown path, and 405 `method_not_allowed` with `Allow`. Whatever answers GET answers HEAD. A request may name itself by `X-Request-Id` (1 to 128 visible ASCII characters; another one is replaced); the reply has the id by which the service's log knows it.",
+        description = "Makes n8n workflows safe to run twice: a gate that answers \"is this the first time?\" and a ledger of what became of the work.\n\nTimes are RFC 3339 in UTC with milliseconds. Unknown members and query parameters are refused, and null in an optional member means that it is absent (in `payload` and `result` it is a value). A body has 256 KiB at most (BODY_LIMIT) and nests 128 deep at most; a member given twice, a lone surrogate or a number beyond the range of a double is malformed. Lengths are counted in bytes of UTF-8.\n\nA duplicate is a success. Every reply that is not 2xx is application/problem+json (RFC 9457): beside those named below, 404 `not_found` for an unknown path, and 405 `method_not_allowed` with `Allow`. Whatever answers GET answers HEAD, but for what charges or empties the lab. A request may name itself by `X-Request-Id` (1 to 128 visible ASCII characters; another one is replaced); the reply has the id by which the service's log knows it.",
         license(name = "MIT", identifier = "MIT")
     ),
     tags(
@@ -35,7 +35,8 @@ const PROBLEMS: &str = "x-problems";
         (name = "ledger", description = "What became of the work"),
         (name = "outbox", description = "What must happen after the work, delivered at least once"),
         (name = "retry", description = "What a failed call means"),
-        (name = "health", description = "How the service is")
+        (name = "health", description = "How the service is"),
+        (name = "lab", description = "Retries of one payment, with and without a key; where the service runs with LAB alone, else 404. Its accounts, keys and ledger are its own")
     ),
     paths(
         key::derive,
@@ -54,7 +55,15 @@ const PROBLEMS: &str = "x-problems";
         retry::advise,
         health::alive,
         health::ready,
-        metrics::scrape
+        metrics::scrape,
+        lab::page,
+        lab::charge_unsafe,
+        lab::charge_in_memory,
+        lab::charge_idempotent,
+        lab::state,
+        lab::summary,
+        lab::outbox,
+        lab::reset
     ),
     components(schemas(problem::ProblemReply))
 )]
@@ -99,13 +108,19 @@ fn complete(document: &mut Value) {
         return;
     };
     add_keys_named_like_reports(paths);
-    for parameter in paths["/ledger"]["get"]["parameters"]
-        .as_array_mut()
-        .into_iter()
-        .flatten()
-    {
-        let name = parameter["name"].as_str().unwrap_or_default().to_owned();
-        add_pattern(&name, &mut parameter["schema"]);
+    for (path, methods) in &mut *paths {
+        if path != "/ledger" && !path.starts_with("/lab/") {
+            continue;
+        }
+        let parameters = methods.pointer_mut("/get/parameters");
+        for parameter in parameters
+            .and_then(Value::as_array_mut)
+            .into_iter()
+            .flatten()
+        {
+            let name = parameter["name"].as_str().unwrap_or_default().to_owned();
+            add_pattern(&name, &mut parameter["schema"]);
+        }
     }
     add_links(paths);
     for (path, methods) in paths {
@@ -140,7 +155,13 @@ fn complete_schemas(schemas: &mut Value) {
     many["minItems"] = json!(1);
     many["maxItems"] = json!(1000);
     // What may be null is there all the same; only the history is absent in lists.
-    for reply in ["VerdictReply", "EntryReply", "EventReply", "ListReply"] {
+    for reply in [
+        "VerdictReply",
+        "EntryReply",
+        "EventReply",
+        "ListReply",
+        "HeldKey",
+    ] {
         let members: Vec<String> = schemas[reply]["properties"]
             .as_object()
             .into_iter()
@@ -165,7 +186,7 @@ fn add_pattern(member: &str, schema: &mut Value) {
     if schema["maxLength"].is_null() {
         return;
     }
-    schema["pattern"] = json!(if member == "idempotency_key" {
+    schema["pattern"] = json!(if matches!(member, "idempotency_key" | "key") {
         format!("^[^\\s{CONTROL}]([^{CONTROL}]*[^\\s{CONTROL}])?$")
     } else {
         format!("^[^{CONTROL}]+$")
@@ -240,7 +261,7 @@ fn add_links(paths: &mut Map<String, Value>) {
 }
 
 fn complete_operation(path: &str, method: &str, operation: &mut Value) {
-    let is_open = path.starts_with("/health") || path == "/openapi.json";
+    let is_open = path.starts_with("/health") || matches!(path, "/openapi.json" | "/lab");
     operation["security"] = if is_open {
         json!([])
     } else {
@@ -252,9 +273,12 @@ fn complete_operation(path: &str, method: &str, operation: &mut Value) {
     }
     if !matches!(
         path,
-        "/health" | "/openapi.json" | "/metrics" | "/key" | "/retry"
+        "/health" | "/openapi.json" | "/metrics" | "/key" | "/retry" | "/lab"
     ) {
         codes.extend([Code::Internal, Code::StoreUnavailable, Code::Overloaded]);
+    }
+    if path.starts_with("/lab") {
+        codes.push(Code::NotFound);
     }
     if method == "post" {
         codes.extend([

@@ -255,7 +255,7 @@ pub struct RedeliverReply {
 #[derive(Debug, Deserialize, IntoParams)]
 #[serde(deny_unknown_fields)]
 #[into_params(parameter_in = Query)]
-struct OutboxQuery {
+pub(super) struct OutboxQuery {
     /// Only those that stand there.
     #[param(inline, value_type = Option<DeliveryName>)]
     status: Option<DeliveryParameter>,
@@ -327,6 +327,10 @@ fn unknown(id: &str) -> Problem {
 #[utoipa::path(get, path = "/outbox", tag = "outbox", params(OutboxQuery),
     responses((status = 200, description = "A part of the list", body = EffectsReply)))]
 pub async fn list_effects(query: Query, gate: Data<Gate>) -> Result<Json<EffectsReply>, Problem> {
+    list_of(query, &gate).await
+}
+
+pub(super) async fn list_of(query: Query, gate: &Gate) -> Result<Json<EffectsReply>, Problem> {
     let query: OutboxQuery = decode(Value::Object(query.0), "")?;
     let filter = ParcelFilter {
         delivery: query.status.map(|status| status.0),

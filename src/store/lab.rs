@@ -204,10 +204,11 @@ pub(super) const SUMS: &str = "\
     FROM lab_keys GROUP BY variant ORDER BY variant";
 
 /// Every table with rows that come and go.
-pub(super) const EMPTIED: [&str; 6] = [
+pub(super) const EMPTIED: [&str; 7] = [
     "processed_orders",
     "run_ledger",
     "run_history",
+    "run_outbox",
     "lab_keys",
     "lab_accounts",
     "lab_charges",
