@@ -15,12 +15,13 @@ const ON: [(&str, &str); 1] = [("LAB", "true")];
 const VARIANTS: [&str; 3] = ["charge-unsafe", "charge-in-memory", "charge-idempotent"];
 
 /// What charges, what shows, and the page.
-const PATHS: [&str; 7] = [
+const PATHS: [&str; 8] = [
     "/lab/charge-unsafe?key=k",
     "/lab/charge-in-memory?key=k",
     "/lab/charge-idempotent?key=k",
     "/lab/reset-lab",
     "/lab/idempotency/state",
+    "/lab/outbox",
     "/lab/diagnostics/summary",
     "/lab",
 ];
@@ -189,7 +190,24 @@ fn the_state_and_the_sums_tell_what_was_done() {
                 sum("idempotent", [2, 5, 2, 3, 150, 0])
             ])
         );
+        // One for each charge at the gate, and none for the others.
+        let effects = |query: &str| service.get(&format!("/lab/outbox?{query}")).ok();
+        let listed = effects("limit=20");
+        let keys: Vec<&Value> = listed["effects"]
+            .as_array()
+            .unwrap()
+            .iter()
+            .map(|effect| &effect["idempotency_key"])
+            .collect();
+        assert_eq!(keys, ["b", "a"]);
+        assert_eq!(listed["effects"][0]["topic"], "lab.receipt");
+        let first = effects("limit=1");
+        let cursor = first["next_cursor"].as_str().unwrap();
+        let second = effects(&format!("limit=1&cursor={cursor}"));
+        assert_eq!(second["effects"][0]["idempotency_key"], "a");
+        assert_eq!(service.get("/outbox").ok()["effects"], json!([]));
         assert_eq!(service.get("/lab/reset-lab").ok(), json!({"reset": true}));
+        assert_eq!(effects("limit=20")["effects"], json!([]));
         let none = ["unsafe", "in_memory", "idempotent"].map(|variant| sum(variant, [0; 6]));
         assert_eq!(summary()["variants"], json!(none));
         let state = service.get("/lab/idempotency/state").ok();
@@ -335,6 +353,8 @@ fn bounds_are_checked() {
                 assert_eq!(reply.pointers(), [pointer], "{query}");
             }
         }
+        let reply = service.get("/lab/outbox?limit=0");
+        assert_eq!(reply.pointers(), ["/limit"]);
         for path in ["idempotency/state", "diagnostics/summary", "reset-lab"] {
             let reply = service.get(&format!("/lab/{path}?all=true"));
             assert_eq!(reply.pointers(), ["/all"], "{path}");
@@ -412,6 +432,7 @@ fn a_charge_and_its_report_are_one() {
         assert!(pay().status >= 500);
         assert_eq!(sql("SELECT count(*) FROM lab_accounts"), "0");
         assert_eq!(sql("SELECT count(*) FROM lab_keys"), "0");
+        assert_eq!(sql("SELECT count(*) FROM run_outbox"), "0");
         assert_eq!(sql("SELECT status FROM run_ledger"), "pending");
         sql("ALTER TABLE lab_charges_away RENAME TO lab_charges");
         // Somebody may be at it still.
@@ -425,6 +446,7 @@ fn a_charge_and_its_report_are_one() {
         let charge = sql("SELECT id FROM lab_charges");
         assert_eq!(sql("SELECT external_id FROM run_ledger"), charge);
         assert_eq!(sql("SELECT status FROM run_ledger"), "done");
+        assert_eq!(sql("SELECT count(*) FROM run_outbox"), "1");
     });
 }
 
