@@ -212,7 +212,7 @@ async fn open_lab(settings: &Settings) -> Result<Lab, String> {
     .await?;
     let metrics = Arc::new(Metrics::new(&[]));
     let gate = Gate::new(store, connections, lane_limits(settings), metrics);
-    Ok(Lab::new(gate, lab_store))
+    Ok(Lab::new(Arc::new(gate), lab_store))
 }
 
 fn both<S: Store + LabStore + 'static>(

@@ -35,7 +35,7 @@ const LISTED: u32 = 100;
 
 /// Charges accounts that nobody has, once or more often.
 pub struct Lab {
-    gate: Gate,
+    gate: Arc<Gate>,
     store: Arc<dyn LabStore>,
     seen: Mutex<Seen>,
 }
@@ -84,7 +84,7 @@ pub enum LabError {
 
 impl Lab {
     /// A lab with this gate, which stands before `store`.
-    pub fn new(gate: Gate, store: Arc<dyn LabStore>) -> Self {
+    pub fn new(gate: Arc<Gate>, store: Arc<dyn LabStore>) -> Self {
         Self {
             gate,
             store,
@@ -93,7 +93,7 @@ impl Lab {
     }
 
     /// The gate of the lab, which nobody else claims at.
-    pub fn gate(&self) -> &Gate {
+    pub fn gate(&self) -> &Arc<Gate> {
         &self.gate
     }
 
