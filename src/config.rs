@@ -152,7 +152,7 @@ pub struct Settings {
     outbox_retry_waits: Vec<u32>,
 
     /// Serve the lab at /lab: retries of one payment, with and without a key
-    #[arg(long, env, global = true)]
+    #[arg(long, env, global = true, value_parser = clap::builder::FalseyValueParser::new())]
     pub lab: bool,
 }
 

@@ -224,12 +224,12 @@ impl Lab {
         Ok(self.gate.beside("lab_charge", charge).await?)
     }
 
-    /// What the lab holds.
+    /// What the lab holds: all accounts, or those of one name.
     ///
     /// # Errors
     ///
     /// There is no answer.
-    pub async fn held(&self) -> Result<Held, GateError> {
+    pub async fn held(&self, account: Option<String>) -> Result<Held, GateError> {
         let generation = self.generation().await?;
         let in_memory = self.seen(generation).keys.len();
         let store = Arc::clone(&self.store);
@@ -242,7 +242,7 @@ impl Lab {
             in_memory,
             accounts: self
                 .gate
-                .beside("lab_accounts", move || store.accounts())
+                .beside("lab_accounts", move || store.accounts(account.as_deref()))
                 .await?,
         })
     }

@@ -57,7 +57,9 @@ fn it_is_off_unless_somebody_turns_it_on() {
     for (settings, arguments, is_on) in [
         (&[][..], &[][..], false),
         (&[("LAB", "false")], &[], false),
+        (&[("LAB", "")], &[], false),
         (&ON, &[], true),
+        (&[("LAB", "1")], &[], true),
         (&[], &["--lab"], true),
     ] {
         for backend in Backend::ALL {
@@ -173,6 +175,9 @@ fn the_state_and_the_sums_tell_what_was_done() {
                 ("acc-2", "unsafe", 19_900, 50),
             ]
         );
+        let one = service.get("/lab/idempotency/state?account=acc-2").ok();
+        let rest: Vec<&Value> = state["accounts"].as_array().unwrap()[3..].iter().collect();
+        assert_eq!(one["accounts"], json!(rest));
         let sum = |variant: &str, numbers: [i64; 6]| {
             let [keys, attempts, charges, prevented, charged, overcharged] = numbers;
             json!({

@@ -51,6 +51,16 @@ struct ChargeQuery {
     amount: Option<WholeParameter<1, MAX_AMOUNT>>,
 }
 
+/// What to show.
+#[derive(Debug, Deserialize, IntoParams)]
+#[serde(deny_unknown_fields)]
+#[into_params(parameter_in = Query)]
+struct StateQuery {
+    /// Only the accounts of this name.
+    #[param(value_type = Option<String>, min_length = 1, max_length = 255)]
+    account: Option<Name>,
+}
+
 /// A whole number, written in digits.
 #[derive(Debug, Deserialize)]
 #[serde(try_from = "String")]
@@ -110,7 +120,7 @@ pub struct StateReply {
     window_seconds: u32,
     /// What an account holds before its first charge, in cents.
     opening_cents: i64,
-    /// The accounts: one of each variant that charged it.
+    /// The accounts by their names, one of each variant that charged it, and a hundred at most.
     accounts: Vec<AccountReply>,
 }
 
@@ -320,10 +330,11 @@ async fn charge(
 /// What the lab holds
 ///
 /// The keys of its gate with their age and window, and what each account holds by now.
-#[utoipa::path(get, path = "/lab/idempotency/state", operation_id = "lab_state", tag = "lab",
+#[utoipa::path(get, path = "/lab/idempotency/state", operation_id = "lab_state", tag = "lab", params(StateQuery),
     responses((status = 200, description = "Keys and accounts", body = StateReply)))]
-pub async fn state(_: NoQuery, lab: Data<Lab>) -> Result<HttpResponse, Problem> {
-    let held = lab.held().await?;
+pub async fn state(query: Query, lab: Data<Lab>) -> Result<HttpResponse, Problem> {
+    let query: StateQuery = decode(Value::Object(query.0), "")?;
+    let held = lab.held(query.account.map(Name::into_string)).await?;
     Ok(fresh(&StateReply {
         more_keys: held.keys.next.is_some(),
         keys: held.keys.entries.into_iter().map(HeldKey::new).collect(),

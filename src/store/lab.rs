@@ -13,9 +13,6 @@ use crate::domain::text::IdempotencyKey;
 /// What every account holds before its first charge, in cents.
 pub const OPENING_CENTS: i64 = 20_000;
 
-/// How many accounts are listed.
-const LISTED: u32 = 100;
-
 /// How an attempt decides whether to charge.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Variant {
@@ -137,12 +134,12 @@ pub trait LabStore: Send + Sync {
         prevented: i64,
     ) -> Result<Totals, StoreError>;
 
-    /// The accounts, by their names; the first hundred.
+    /// The accounts of this name, or all of them by their names, a hundred at most.
     ///
     /// # Errors
     ///
     /// The database could not do it.
-    fn accounts(&self) -> Result<Vec<Account>, StoreError>;
+    fn accounts(&self, account: Option<&str>) -> Result<Vec<Account>, StoreError>;
 
     /// The sums by variant.
     ///
@@ -186,12 +183,10 @@ pub(super) const TAKE: &str = "\
 pub(super) const WRITE_CHARGE: &str = "\
     INSERT INTO lab_charges (id, variant, account, idempotency_key, amount_cents) VALUES ($1, $2, $3, $4, $5)";
 
-pub(super) fn accounts_statement() -> String {
-    format!(
-        "SELECT variant, account, balance_cents, overcharged_cents FROM lab_accounts \
-         ORDER BY account, variant LIMIT {LISTED}"
-    )
-}
+/// Of one account, or of all where it is empty, which no name is.
+pub(super) const ACCOUNTS: &str = "\
+    SELECT variant, account, balance_cents, overcharged_cents FROM lab_accounts \
+    WHERE $1 = '' OR account = $1 ORDER BY account, variant LIMIT 100";
 
 // `sum` of Postgres is numeric.
 pub(super) const SUMS: &str = "\

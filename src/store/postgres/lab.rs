@@ -12,8 +12,8 @@ use super::connect::Server;
 use super::{MIGRATION_LOCK, PostgresStore, Undo, act_all, one_line};
 use crate::domain::act::Act;
 use crate::store::lab::{
-    Account, COUNT_CHARGE, COUNT_PREVENTED, EMPTIED, GENERATION, LabStore, OPENING_CENTS, Payment,
-    SUMS, Sum, TAKE, Told, Totals, Variant, WRITE_CHARGE, accounts_statement, overcharge,
+    ACCOUNTS, Account, COUNT_CHARGE, COUNT_PREVENTED, EMPTIED, GENERATION, LabStore, OPENING_CENTS,
+    Payment, SUMS, Sum, TAKE, Told, Totals, Variant, WRITE_CHARGE, overcharge,
 };
 use crate::store::{StartError, StoreError};
 
@@ -227,8 +227,12 @@ impl LabStore for PostgresStore {
         })
     }
 
-    fn accounts(&self) -> Result<Vec<Account>, StoreError> {
-        self.read(|connection| Ok(sql_query(accounts_statement()).load(connection)?))
+    fn accounts(&self, account: Option<&str>) -> Result<Vec<Account>, StoreError> {
+        self.read(|connection| {
+            Ok(sql_query(ACCOUNTS)
+                .bind::<Text, _>(account.unwrap_or_default())
+                .load(connection)?)
+        })
     }
 
     fn sums(&self) -> Result<Vec<Sum>, StoreError> {

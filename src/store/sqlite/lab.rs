@@ -10,8 +10,8 @@ use diesel::sqlite::SqliteConnection;
 use super::{SqliteStore, Undo, act_all};
 use crate::domain::act::Act;
 use crate::store::lab::{
-    Account, COUNT_CHARGE, COUNT_PREVENTED, EMPTIED, GENERATION, LabStore, OPENING_CENTS, Payment,
-    SUMS, Sum, TAKE, Told, Totals, Variant, WRITE_CHARGE, accounts_statement, overcharge,
+    ACCOUNTS, Account, COUNT_CHARGE, COUNT_PREVENTED, EMPTIED, GENERATION, LabStore, OPENING_CENTS,
+    Payment, SUMS, Sum, TAKE, Told, Totals, Variant, WRITE_CHARGE, overcharge,
 };
 use crate::store::{StartError, StoreError};
 
@@ -132,8 +132,12 @@ impl LabStore for SqliteStore {
         })
     }
 
-    fn accounts(&self) -> Result<Vec<Account>, StoreError> {
-        self.read(|connection| Ok(sql_query(accounts_statement()).load(connection)?))
+    fn accounts(&self, account: Option<&str>) -> Result<Vec<Account>, StoreError> {
+        self.read(|connection| {
+            Ok(sql_query(ACCOUNTS)
+                .bind::<Text, _>(account.unwrap_or_default())
+                .load(connection)?)
+        })
     }
 
     fn sums(&self) -> Result<Vec<Sum>, StoreError> {
