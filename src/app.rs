@@ -15,6 +15,8 @@ use crate::api::auth::ApiKeys;
 use crate::api::problem::Code;
 use crate::api::{self, request_log};
 use crate::config::{Command, Database, Settings};
+use crate::domain::effect::Patience;
+use crate::domain::route::Routes;
 use crate::gate::{Gate, LaneLimits};
 use crate::lab::Lab;
 use crate::metrics::Metrics;
@@ -79,11 +81,8 @@ async fn serve(settings: &Settings) -> Result<(), String> {
             .map(|key| (key.name.as_str(), key.secret.expose_secret())),
     ));
     let routes = web::Data::new(settings.outbox_routes()?);
-    let sender = Sender::new(
-        settings.outbox_secrets()?,
-        settings.outbox_allowed_hosts()?,
-        settings.outbox_timeout(),
-    )?;
+    let (secrets, allowed) = (settings.outbox_secrets()?, settings.outbox_allowed_hosts()?);
+    let sender = Sender::new(secrets, allowed, settings.outbox_timeout())?;
     sender.check(&routes).await?;
     let patience = settings.outbox_patience()?;
     let body_limit = settings.body_limit as usize;
@@ -93,12 +92,16 @@ async fn serve(settings: &Settings) -> Result<(), String> {
         gate.clone().into_inner(),
         metrics.clone().into_inner(),
         sender,
-        patience,
+        patience.clone(),
         settings.outbox_timeout(),
     );
     let (stop, stopped) = watch::channel(false);
-    let delivered = routes.clone();
-    let outbox = actix_web::rt::spawn(async move { outbox.run(&delivered, stopped).await });
+    let (delivered, until) = (routes.clone(), stopped.clone());
+    let outbox = actix_web::rt::spawn(async move { outbox.run(&delivered, until).await });
+    if let Some(lab) = &lab {
+        let (outbox, routes) = lab_outbox(lab, address, patience, settings)?;
+        actix_web::rt::spawn(async move { outbox.run(&routes, stopped).await });
+    }
     let server = HttpServer::new(move || {
         App::new()
             .app_data(gate.clone())
@@ -215,6 +218,27 @@ async fn open_lab(settings: &Settings) -> Result<Lab, String> {
     Ok(Lab::new(Arc::new(gate), lab_store))
 }
 
+/// What delivers the lab's effects: to the lab itself.
+fn lab_outbox(
+    lab: &Lab,
+    address: SocketAddr,
+    patience: Patience,
+    settings: &Settings,
+) -> Result<(Outbox, Routes), String> {
+    let address = reachable(address);
+    let allowed = [address.ip().to_string()];
+    let token = lab.token();
+    let routes = Routes::parse(
+        &format!("*=http://{address}/lab/receipts/{token}"),
+        &allowed,
+    )?;
+    let timeout = settings.outbox_timeout();
+    let sender = Sender::new(Vec::new(), allowed.to_vec(), timeout)?;
+    let metrics = Arc::new(Metrics::new(&[]));
+    let outbox = Outbox::new(Arc::clone(lab.gate()), metrics, sender, patience, timeout);
+    Ok((outbox, routes))
+}
+
 fn both<S: Store + LabStore + 'static>(
     store: S,
     connections: u32,
@@ -251,19 +275,21 @@ async fn when_in_reach<T>(
     }
 }
 
-/// Asks the service that listens where the settings say.
-fn healthcheck(settings: &Settings) -> Result<(), String> {
-    let addresses = settings.listen()?;
-    let address = addresses.first().ok_or("LISTEN: the name has no address")?;
-    let reachable = match address.ip() {
+/// Where this machine reaches what listens there.
+fn reachable(address: SocketAddr) -> SocketAddr {
+    let ip = match address.ip() {
         IpAddr::V4(ip) if ip.is_unspecified() => IpAddr::V4(Ipv4Addr::LOCALHOST),
         IpAddr::V6(ip) if ip.is_unspecified() => IpAddr::V6(Ipv6Addr::LOCALHOST),
         ip => ip,
     };
-    let url = format!(
-        "http://{}/health/ready",
-        SocketAddr::new(reachable, address.port())
-    );
+    SocketAddr::new(ip, address.port())
+}
+
+/// Asks the service that listens where the settings say.
+fn healthcheck(settings: &Settings) -> Result<(), String> {
+    let addresses = settings.listen()?;
+    let address = addresses.first().ok_or("LISTEN: the name has no address")?;
+    let url = format!("http://{}/health/ready", reachable(*address));
     let agent: ureq::Agent = ureq::Agent::config_builder()
         .timeout_global(Some(Duration::from_secs(4)))
         .proxy(None)

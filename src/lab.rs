@@ -38,6 +38,8 @@ pub struct Lab {
     gate: Arc<Gate>,
     store: Arc<dyn LabStore>,
     seen: Mutex<Seen>,
+    /// What its own deliveries know, and nobody else.
+    token: String,
 }
 
 /// The keys that this process has seen, and in which generation of the lab.
@@ -89,7 +91,13 @@ impl Lab {
             gate,
             store,
             seen: Mutex::default(),
+            token: Uuid::new_v4().simple().to_string(),
         }
+    }
+
+    /// What stands in the path of its receiver, so that none but this process can deliver there.
+    pub fn token(&self) -> &str {
+        &self.token
     }
 
     /// The gate of the lab, which nobody else claims at.
@@ -209,6 +217,30 @@ impl Lab {
             .await?;
         self.gate.note_effects();
         Ok(applied)
+    }
+
+    /// Takes the effect of this name, and says whether it is the first time: by claiming it, at least one delivery
+    /// becomes one.
+    ///
+    /// # Errors
+    ///
+    /// There is no answer; it is delivered again then.
+    pub async fn receive(&self, id: IdempotencyKey) -> Result<bool, GateError> {
+        let claim = Claim {
+            key: id,
+            order_id: None,
+            holder: None,
+            ttl_seconds: Some(WINDOW_SECONDS),
+            payload_sha256: None,
+            pending: None,
+            on_stale: OnStale::Hold,
+            door: Door::Gate,
+        };
+        Ok(self
+            .gate
+            .claim(claim)
+            .await?
+            .is_ok_and(|verdict| verdict.claimed))
     }
 
     /// Charges; with a report of it, both in one transaction.

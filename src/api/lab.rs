@@ -2,20 +2,21 @@
 
 use std::sync::LazyLock;
 
-use actix_web::HttpResponse;
 use actix_web::http::header::{CACHE_CONTROL, CONTENT_SECURITY_POLICY};
-use actix_web::web::Data;
+use actix_web::web::{Data, Path};
+use actix_web::{HttpRequest, HttpResponse};
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use sha2::{Digest, Sha256};
+use subtle::ConstantTimeEq;
 use utoipa::{IntoParams, ToSchema};
 
 use super::auth::Caller;
 use super::claim::StatusName;
 use super::outbox::{self, EffectsReply, OutboxQuery};
-use super::problem::Problem;
+use super::problem::{Code, Problem};
 use super::request::{NoQuery, Query, decode};
 use crate::domain::rfc3339;
 use crate::domain::text::{IdempotencyKey, Name};
@@ -380,6 +381,27 @@ pub async fn summary(_: NoQuery, lab: Data<Lab>) -> Result<HttpResponse, Problem
 pub async fn reset(_: NoQuery, lab: Data<Lab>) -> Result<HttpResponse, Problem> {
     lab.reset().await?;
     Ok(fresh(&ResetReply { reset: true }))
+}
+
+/// A receipt that came, in the reply to the one who brought it.
+#[derive(Serialize)]
+struct ReceiptReply {
+    /// Whether it came for the first time.
+    first: bool,
+}
+
+/// Takes what the lab's outbox delivers. Only this process knows the path.
+pub async fn receive(
+    token: Path<String>,
+    request: HttpRequest,
+    lab: Data<Lab>,
+) -> Result<HttpResponse, Problem> {
+    let is_ours = bool::from(token.as_bytes().ct_eq(lab.token().as_bytes()));
+    let id = request.headers().get("webhook-id").filter(|_| is_ours);
+    let id = id.and_then(|id| IdempotencyKey::try_from(id.to_str().ok()?.to_owned()).ok());
+    let id = id.ok_or_else(|| Problem::new(Code::NotFound, "the lab expects nothing there"))?;
+    let first = lab.receive(id).await?;
+    Ok(fresh(&ReceiptReply { first }))
 }
 
 const PAGE: &str = include_str!("lab.html");

@@ -28,8 +28,10 @@ use crate::lab::Lab;
 
 /// All routes; those of the lab where there is one.
 pub fn configure(app: &mut web::ServiceConfig, body_limit: usize, lab: Option<Data<Lab>>) {
-    if lab.is_some() {
-        app.service(resource("/lab", "GET, HEAD").route(get().to(lab::page)));
+    if let Some(lab) = &lab {
+        app.app_data(lab.clone())
+            .service(resource("/lab", "GET, HEAD").route(get().to(lab::page)))
+            .route("/lab/receipts/{token}", web::post().to(lab::receive));
     }
     app.app_data(BodyLimit(body_limit))
         // `OPTIONS *` has no path, so that no scope takes it.
@@ -62,8 +64,8 @@ pub fn configure(app: &mut web::ServiceConfig, body_limit: usize, lab: Option<Da
                         .route(web::post().to(outbox::redeliver)),
                 )
                 .configure(|routes| {
-                    if let Some(lab) = lab {
-                        configure_lab(routes, lab);
+                    if lab.is_some() {
+                        configure_lab(routes);
                     }
                 })
                 .default_service(web::to(not_found)),
@@ -71,10 +73,9 @@ pub fn configure(app: &mut web::ServiceConfig, body_limit: usize, lab: Option<Da
 }
 
 /// What charges answers no HEAD, which asks for nothing to be done.
-fn configure_lab(routes: &mut web::ServiceConfig, lab: Data<Lab>) {
+fn configure_lab(routes: &mut web::ServiceConfig) {
     let acts = web::get;
     routes
-        .app_data(lab)
         .service(resource("/lab/charge-unsafe", "GET").route(acts().to(lab::charge_unsafe)))
         .service(resource("/lab/charge-in-memory", "GET").route(acts().to(lab::charge_in_memory)))
         .service(resource("/lab/charge-idempotent", "GET").route(acts().to(lab::charge_idempotent)))
