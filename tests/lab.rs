@@ -211,6 +211,13 @@ fn the_state_and_the_sums_tell_what_was_done() {
         let second = effects(&format!("limit=1&cursor={cursor}"));
         assert_eq!(second["effects"][0]["idempotency_key"], "a");
         assert_eq!(service.get("/outbox").ok()["effects"], json!([]));
+        wait_until("the receipts are delivered", || {
+            effects("status=delivered")["effects"]
+                .as_array()
+                .unwrap()
+                .len()
+                == 2
+        });
         assert_eq!(service.get("/lab/reset-lab").ok(), json!({"reset": true}));
         assert_eq!(effects("limit=20")["effects"], json!([]));
         let none = ["unsafe", "in_memory", "idempotent"].map(|variant| sum(variant, [0; 6]));
@@ -222,6 +229,28 @@ fn the_state_and_the_sums_tell_what_was_done() {
         for variant in VARIANTS {
             let reply = charge(service, variant, "key=a&attempts=1");
             assert_eq!(reply["charges_of_key"], 1, "{reply}");
+        }
+    });
+}
+
+/// They go to the lab itself, by a path that nobody else knows; and a restart makes another.
+#[test]
+fn receipts_are_delivered_to_the_lab_alone() {
+    on_both_with(&[("LAB", "true"), ("API_KEYS", "n8n:s3cret")], |service| {
+        let headers = [("X-API-Key", "s3cret")];
+        let charge = "/lab/charge-idempotent?key=a&attempts=3";
+        assert_eq!(service.send("GET", charge, &headers, b"").status, 200);
+        wait_until("the receipt is delivered", || {
+            let delivered = service.send("GET", "/lab/outbox?status=delivered", &headers, b"");
+            delivered.ok()["effects"].as_array().unwrap().len() == 1
+        });
+        let receipt = [
+            ("webhook-id", "msg_x"),
+            ("Content-Type", "application/json"),
+        ];
+        for token in ["x", "00000000000000000000000000000000", "%00"] {
+            let reply = service.send("POST", &format!("/lab/receipts/{token}"), &receipt, b"{}");
+            assert_eq!(reply.problem(404), "not_found");
         }
     });
 }
