@@ -332,6 +332,7 @@ impl Mark {
                 id: id_of(external_id.as_ref()),
             },
             Happening::Failed { .. } => What::Failed,
+            Happening::Effects { .. } => unreachable!("no report of the model has effects"),
             Happening::Conflict {
                 refused,
                 external_id,

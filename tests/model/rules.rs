@@ -239,6 +239,7 @@ pub(crate) fn wanted(request: &Request) -> Act {
             key,
             attempt: attempt.map(u32::from),
             holder: caller.map(holder),
+            effects: Vec::new(),
             outcome: match said {
                 Said::Done { id } => Outcome::Done {
                     external_id: id.map(text),
