@@ -36,7 +36,7 @@ pub async fn run(gate: &Gate, kept: TimeDelta) {
     loop {
         match purge(gate, kept, Others::Yield).await {
             Ok(purged) if purged == Purged::default() => {}
-            Ok(purged) => log::info!("removed what was over (RETENTION): {purged}"),
+            Ok(purged) => log::info!("removed {purged} that were over (RETENTION)"),
             Err(error) => log::warn!("nothing more is removed for now: {error}"),
         }
         sleep(EVERY).await;
