@@ -81,7 +81,7 @@ fn codes_of(response: &'static Value) -> impl Iterator<Item = &'static str> {
 /// The paths that take a body.
 pub(super) fn posts() -> BTreeSet<&'static str> {
     operations()
-        .filter(|(_, method, _)| *method == "post")
+        .filter(|(_, _, operation)| operation.get("requestBody").is_some())
         .map(|(path, _, _)| path)
         .collect()
 }

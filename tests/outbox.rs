@@ -494,6 +494,12 @@ fn an_effect_waits_for_none_that_nobody_delivers() {
         let routes = format!("mail={}", receiver.url("/"));
         let service = Service::start_beside(Arc::clone(&database), &[("OUTBOX_ROUTES", &routes)]);
         assert_eq!(receiver.wait_for(1)[0].text(), "2");
+        wait_until("it warns", || {
+            service.log().contains("names no route for: old")
+        });
+        let old = service.get("/outbox?topic=old").ok()["effects"][0]["id"].clone();
+        let path = format!("/outbox/{}/redeliver", old.as_str().unwrap());
+        assert_eq!(service.post(&path, &json!({})).problem(409), "conflict");
         let waiting = service.get("/outbox?status=pending").ok();
         assert!(
             waiting["effects"]

@@ -372,13 +372,20 @@ pub async fn effect(
 #[utoipa::path(post, path = "/outbox/{id}/redeliver", tag = "outbox",
     params(("id" = String, Path, description = "Its name")),
     responses((status = 200, description = "The effect", body = RedeliverReply)),
-    extensions(("x-problems" = json!(["not_found"]))))]
+    extensions(("x-problems" = json!(["not_found", "conflict"]))))]
 pub async fn redeliver(
     id: Path<String>,
     _: NoQuery,
     gate: Data<Gate>,
+    routes: Data<Routes>,
 ) -> Result<Json<RedeliverReply>, Problem> {
     let id = known_id(id)?;
+    let parcel = gate.effect(id.clone()).await?.ok_or_else(|| unknown(&id))?;
+    if routes.find(&parcel.topic).is_none() {
+        let topic = parcel.topic;
+        let why = format!("it would go nowhere: OUTBOX_ROUTES names no route for {topic:?}");
+        return Err(Problem::new(Code::Conflict, why));
+    }
     let (parcel, changed) = gate
         .redeliver(id.clone())
         .await?

@@ -9,6 +9,7 @@
 
 pub mod send;
 
+use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -23,7 +24,7 @@ use crate::domain::effect::{Answer, Delivery, Next, Patience, Topics};
 use crate::domain::route::{Route, Routes};
 use crate::gate::{Gate, GateError};
 use crate::metrics::Metrics;
-use crate::store::outbox::{Lease, LeasedEffect, Settled, Try};
+use crate::store::outbox::{Lease, LeasedEffect, ParcelFilter, Settled, Try};
 
 /// How many effects of a route are on their way at a time.
 const SLOTS: usize = 32;
@@ -36,6 +37,9 @@ const QUIET: Duration = Duration::from_secs(30);
 
 /// The same where it does not.
 const DEAF: Duration = Duration::from_secs(1);
+
+/// How many waiting effects are looked at when it starts.
+const LOOKED_AT: u32 = 500;
 
 /// How long to wait where the store fails.
 const REST: Duration = Duration::from_secs(1);
@@ -70,6 +74,7 @@ impl Outbox {
 
     /// Delivers what these routes take, until it is to stop; then what is on its way is settled.
     pub async fn run(self, routes: &Routes, stop: watch::Receiver<bool>) {
+        self.warn_of_stranded(routes).await;
         if routes.iter().next().is_none() {
             return;
         }
@@ -89,6 +94,26 @@ impl Outbox {
             loops.spawn_local(of_route.run(stop.clone()));
         }
         while loops.join_next().await.is_some() {}
+    }
+
+    /// Effects of topics that have lost their route wait for ever, and nobody would know. The newest are looked at.
+    async fn warn_of_stranded(&self, routes: &Routes) {
+        let filter = ParcelFilter {
+            delivery: Some(Delivery::Pending),
+            limit: LOOKED_AT,
+            ..ParcelFilter::default()
+        };
+        let Ok(page) = self.gate.list_effects(filter).await else {
+            return;
+        };
+        let topics = page.parcels.iter().map(|parcel| parcel.topic.as_str());
+        let stranded: BTreeSet<&str> = topics
+            .filter(|topic| routes.find(topic).is_none())
+            .collect();
+        if !stranded.is_empty() {
+            let topics = stranded.into_iter().collect::<Vec<_>>().join(", ");
+            log::warn!("effects wait for topics that OUTBOX_ROUTES names no route for: {topics}");
+        }
     }
 
     /// One try.

@@ -46,7 +46,7 @@ pub struct LeasedEffect {
     pub payload: String,
     /// How many tries of it failed.
     pub failures: u32,
-    /// When it was due at first.
+    /// When it was due, before any try.
     pub due_at: Time,
     /// When it was leased.
     pub leased_at: Time,

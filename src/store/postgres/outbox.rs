@@ -177,7 +177,7 @@ pub(super) fn redeliver(
 ) -> Result<Option<(Parcel, bool)>, StoreError> {
     let changed = diesel::sql_query(
         "UPDATE run_outbox SET status = 'pending', is_leased = false, failures = 0, settled_at = NULL, \
-             next_at = clock_timestamp() \
+             due_at = clock_timestamp(), next_at = clock_timestamp() \
          WHERE id COLLATE \"C\" = $1 AND NOT is_leased",
     )
     .bind::<Text, _>(id)

@@ -161,6 +161,7 @@ pub(super) fn redeliver(
             outbox::status.eq(Delivery::Pending.name()),
             outbox::failures.eq(0),
             outbox::settled_at.eq(None::<At>),
+            outbox::due_at.eq(At(now)),
             outbox::next_at.eq(At(now)),
         ))
         .execute(connection)?;
