@@ -390,13 +390,18 @@ pub fn decide_all(
     let mut verdicts = Vec::with_capacity(claims.len());
     for claim in claims {
         let claim = claim.borrow();
+        // A key that was made before the others could be locked is decided as of then, and so is what is said of it.
+        let at = match found.get(&claim.key) {
+            Some(Found::New(at)) if !writes.contains_key(&claim.key) => *at,
+            _ => now,
+        };
         let decision = match writes.get(&claim.key).map(|write| &write.state) {
             Some(state) if batch == Batch::Lane => decide(Some(state), claim, now, replay_window),
             Some(state) if !state.window_passed(now) && is_mismatch(state, claim) => Err(KeyReused),
             Some(state) => Ok(turn_away(state, now)),
             None => match found.get(&claim.key) {
                 Some(Found::Known(state)) => decide(Some(state), claim, now, replay_window),
-                Some(Found::New(at)) => decide(None, claim, *at, replay_window),
+                Some(Found::New(_)) => decide(None, claim, at, replay_window),
                 None => panic!("the store has found no row of a key that is claimed"),
             },
         };
@@ -419,7 +424,7 @@ pub fn decide_all(
                     write.events.extend_from_slice(events);
                 }
             }
-            verdict(claim, decision, now)
+            verdict(claim, decision, at)
         }));
     }
     (verdicts, writes.into_values().collect())

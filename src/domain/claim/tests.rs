@@ -1261,6 +1261,19 @@ mod batch {
     }
 
     #[test]
+    fn a_key_that_was_made_early_is_told_of_as_it_was_then() {
+        let claims = [on("new", gate_pending(a())), on("old", gate(b()))];
+        let mut found = new(&["new"], soon());
+        found.extend(known(&[("old", claimed(a()))]));
+        let late = soon() + seconds(LEASE);
+        let (verdicts, _) = decide_all(&claims, Batch::Lane, &found, late, seconds(REPLAY));
+        let won = verdicts[0].as_ref().unwrap();
+        assert!(won.claimed);
+        assert_eq!(won.status, Status::Pending);
+        assert_eq!(won.state.processed_at, soon());
+    }
+
+    #[test]
     fn in_the_lane_each_has_the_answer_of_its_turn() {
         let asked = [
             gate(a()),
