@@ -314,7 +314,10 @@ def lone(system):
             took.append((int(receiver.said(60)) - began) / 1e6)
         system.end()
     at = lambda times, share: sorted(times)[min(int(len(times) * share), len(times) - 1)]
-    return {"reply_p50_ms": at(replied, 0.5), "p50_ms": at(took, 0.5), "p99_ms": at(took, 0.99), "max_ms": max(took)}
+    # How long its report took to be answered tells whether it was late before it was stored.
+    late = [{"ms": ms, "reply_ms": reply} for ms, reply in zip(took, replied) if ms > 100]
+    return {"reply_p50_ms": at(replied, 0.5), "reply_max_ms": max(replied), "p50_ms": at(took, 0.5), "p99_ms": at(took, 0.99),
+            "max_ms": max(took), "late": late}
 
 
 def rest(systems, postgres):
