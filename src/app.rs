@@ -9,7 +9,7 @@ use chrono::TimeDelta;
 use secrecy::ExposeSecret;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::watch;
-use tokio::time::timeout;
+use tokio::time::sleep;
 
 use crate::api::auth::ApiKeys;
 use crate::api::problem::Code;
@@ -20,16 +20,17 @@ use crate::domain::route::Routes;
 use crate::gate::{Gate, LaneLimits};
 use crate::lab::Lab;
 use crate::metrics::Metrics;
-use crate::outbox::Outbox;
 use crate::outbox::send::Sender;
+use crate::outbox::{self, Outbox};
 use crate::retention::{self, Others};
 use crate::store::lab::LabStore;
 use crate::store::postgres::PostgresStore;
 use crate::store::sqlite::SqliteStore;
 use crate::store::{StartError, Store};
 
-/// How long what is in flight may take after SIGTERM, in seconds; a request takes three at most.
-const SHUTDOWN_SECONDS: u64 = 10;
+/// How long what is in flight may take after SIGTERM, in seconds: a request takes three at most, and ten are what
+/// Docker and others give.
+const SHUTDOWN_SECONDS: u64 = 9;
 
 /// How many connections to Postgres the lab takes beside those of its lanes.
 const LAB_CONNECTIONS: u32 = 5;
@@ -95,13 +96,12 @@ async fn serve(settings: &Settings) -> Result<(), String> {
         patience.clone(),
         settings.outbox_timeout(),
     );
-    let (stop, stopped) = watch::channel(false);
-    let (delivered, until) = (routes.clone(), stopped.clone());
-    let outbox = actix_web::rt::spawn(async move { outbox.run(&delivered, until).await });
+    let (stop, mut stopped) = watch::channel(false);
+    let mut deliveries = vec![(outbox, routes.clone().into_inner())];
     if let Some(lab) = &lab {
-        let (outbox, routes) = lab_outbox(lab, address, patience, settings)?;
-        actix_web::rt::spawn(async move { outbox.run(&routes, stopped).await });
+        deliveries.push(lab_outbox(lab, address, patience, settings)?);
     }
+    let settled = outbox::start(deliveries, stopped.clone()).map_err(|error| error.to_string())?;
     let server = HttpServer::new(move || {
         App::new()
             .app_data(gate.clone())
@@ -131,10 +131,23 @@ async fn serve(settings: &Settings) -> Result<(), String> {
         handle.stop(true).await;
     });
     log::info!("listening on {address}");
-    server.await.map_err(|error| error.to_string())?;
-    // What is not settled by then is sent again when its lease has run out.
-    let _ = timeout(Duration::from_secs(SHUTDOWN_SECONDS), outbox).await;
-    Ok(())
+    let ended = async {
+        server.await.map_err(|error| error.to_string())?;
+        let _ = settled.await;
+        Ok(())
+    };
+    let overdue = async {
+        let _ = stopped.wait_for(|is_stopped| *is_stopped).await;
+        sleep(Duration::from_secs(SHUTDOWN_SECONDS)).await;
+    };
+    tokio::select! {
+        ended = ended => ended,
+        // Deliveries that are not settled are sent again when their leases have run out.
+        () = overdue => {
+            log::warn!("stopping, with something still in flight");
+            Ok(())
+        }
+    }
 }
 
 fn bind(addresses: &[SocketAddr]) -> Result<TcpListener, String> {
@@ -224,7 +237,7 @@ fn lab_outbox(
     address: SocketAddr,
     patience: Patience,
     settings: &Settings,
-) -> Result<(Outbox, Routes), String> {
+) -> Result<(Outbox, Arc<Routes>), String> {
     let address = reachable(address);
     let allowed = [address.ip().to_string()];
     let token = lab.token();
@@ -236,7 +249,7 @@ fn lab_outbox(
     let sender = Sender::new(Vec::new(), allowed.to_vec(), timeout)?;
     let metrics = Arc::new(Metrics::new(&[]));
     let outbox = Outbox::new(Arc::clone(lab.gate()), metrics, sender, patience, timeout);
-    Ok((outbox, routes))
+    Ok((outbox, Arc::new(routes)))
 }
 
 fn both<S: Store + LabStore + 'static>(
@@ -269,7 +282,7 @@ async fn when_in_reach<T>(
                     log::warn!("waiting for the database: {fault}");
                     has_said = true;
                 }
-                tokio::time::sleep(DATABASE_RETRY).await;
+                sleep(DATABASE_RETRY).await;
             }
         }
     }

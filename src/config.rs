@@ -152,8 +152,17 @@ pub struct Settings {
     outbox_retry_waits: Vec<u32>,
 
     /// Serve the lab at /lab: retries of one payment, with and without a key
-    #[arg(long, env, global = true, value_parser = clap::builder::FalseyValueParser::new())]
+    #[arg(long, env, global = true, value_parser = switch)]
     pub lab: bool,
+}
+
+/// Whether something is on. A compose file sets what is absent to nothing.
+fn switch(text: &str) -> Result<bool, &'static str> {
+    match text {
+        "true" | "1" => Ok(true),
+        "" | "false" | "0" => Ok(false),
+        _ => Err("must be true or false"),
+    }
 }
 
 /// How many tries there may be.

@@ -22,7 +22,9 @@ use crate::domain::act::Act;
 use crate::domain::claim::{Claim, Decided};
 use crate::domain::text::IdempotencyKey;
 use crate::metrics::{Load, Metrics};
-use crate::store::outbox::{Lease, Leased, Parcel, ParcelFilter, ParcelPage, Settled, Undelivered};
+use crate::store::outbox::{
+    Lease, Leased, Noted, Parcel, ParcelFilter, ParcelPage, Settled, Undelivered,
+};
 use crate::store::{Acted, Backlog, Entry, Filter, Page, Removed, Store, StoreError, Sweep};
 
 /// Within this time every caller has an answer, be it that there is none: the contract promises
@@ -312,18 +314,19 @@ impl Gate {
             .await
     }
 
-    /// Notes how tries ended, and says of how many the lease still held.
+    /// Notes how tries ended.
     ///
     /// # Errors
     ///
     /// There is no answer.
-    pub async fn settle_effects(&self, settled: Vec<Settled>) -> Result<usize, GateError> {
+    pub async fn settle_effects(&self, settled: Vec<Settled>) -> Result<Noted, GateError> {
         let changed = self.effects.clone();
         self.ask("settle_effects", move |store| {
-            let held = store.settle_effects(&settled)?;
-            // Others of the same keys may have waited for them.
-            changed.send_modify(|count| *count += 1);
-            Ok(held)
+            let noted = store.settle_effects(&settled)?;
+            if noted.has_next {
+                changed.send_modify(|count| *count += 1);
+            }
+            Ok(noted)
         })
         .await
     }

@@ -1,6 +1,6 @@
 //! Reads the settings, starts logging, and hands over to the application.
 
-use std::process::ExitCode;
+use std::process::exit;
 
 use clap::Parser;
 use dedup_gate::app;
@@ -12,17 +12,16 @@ use mimalloc::MiMalloc;
 static ALLOCATOR: MiMalloc = MiMalloc;
 
 #[actix_web::main]
-async fn main() -> ExitCode {
+async fn main() {
     let cli = Cli::parse();
     env_logger::Builder::from_env(
         env_logger::Env::default().default_filter_or("info,actix_server=warn"),
     )
     .init();
-    match app::run(cli.command.unwrap_or(Command::Serve), &cli.settings).await {
-        Ok(()) => ExitCode::SUCCESS,
-        Err(fault) => {
-            eprintln!("dedup-gate: {fault}");
-            ExitCode::FAILURE
-        }
+    let done = app::run(cli.command.unwrap_or(Command::Serve), &cli.settings).await;
+    if let Err(fault) = &done {
+        eprintln!("dedup-gate: {fault}");
     }
+    // To return would wait for calls that hang in the database, or in a name server.
+    exit(i32::from(done.is_err()));
 }

@@ -148,7 +148,7 @@ impl Metrics {
                 &registry,
                 IntCounter::new(
                     "dedup_gate_outbox_lost_leases_total",
-                    "Tries that were settled after their lease had run out, or twice: a receiver may get these effects again.",
+                    "Tries that were settled after their lease had run out: a receiver may get these effects again.",
                 ),
             ),
             delivery_seconds: registered(

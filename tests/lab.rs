@@ -255,6 +255,26 @@ fn receipts_are_delivered_to_the_lab_alone() {
     });
 }
 
+/// Whoever has a gate where the lab would be does not lose its keys to a reset.
+#[test]
+fn a_gate_of_somebody_else_is_left_alone() {
+    for backend in Backend::ALL {
+        let database = Database::new(backend);
+        let place = match backend {
+            Backend::Postgres => {
+                database.sql("CREATE SCHEMA dedup_gate_lab");
+                format!("{}?options=-csearch_path%3Ddedup_gate_lab", database.url)
+            }
+            Backend::Sqlite => format!("{}-lab", database.url),
+        };
+        let theirs = run(&database, &["migrate"], &[("DATABASE_URL", &place)]);
+        assert!(theirs.status.success(), "{theirs:?}");
+        let refused = refusal(&run(&database, &[], &ON));
+        assert!(refused.contains("holds"), "{refused}");
+        assert!(refused.starts_with("dedup-gate: LAB: "), "{refused}");
+    }
+}
+
 /// Spreads `attempts` over replicas, as many on each, and sums up what they answer.
 fn spread(replicas: &[&Service], variant: &str, query: &str, names: &[&str]) -> Vec<i64> {
     let replies: Vec<Vec<i64>> = std::thread::scope(|scope| {
@@ -522,7 +542,7 @@ fn a_start_that_cannot_have_a_lab_says_why() {
     let url = SHARED.create("lab_inside");
     psql(&url, "CREATE SCHEMA dedup_gate_lab").unwrap();
     let inside = format!("{url}?options=-csearch_path%3Ddedup_gate_lab");
-    refused(inside, "the service's own tables");
+    refused(inside, "holds the tables of a gate");
 
     let url = SHARED.create("lab_forbidden");
     psql(

@@ -771,6 +771,63 @@ fn effects_are_delivered_behind_a_pooler() {
     receiver.wait_for(20);
 }
 
+/// Each of those that wait looks for those before it, of which many were delivered.
+#[test]
+fn a_key_with_a_long_history_holds_up_nobody() {
+    with_receiver(&[], |service, receiver| {
+        let (first, numbers) = match service.database.backend {
+            Backend::Postgres => ("now()", "generate_series(1, 8000) AS n (n)"),
+            Backend::Sqlite => (
+                "'2026-01-01T00:00:00.000Z'",
+                "(WITH RECURSIVE n (n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM n WHERE n < 8000) SELECT n FROM n)",
+            ),
+        };
+        service.database.sql(&format!(
+            "INSERT INTO run_outbox (idempotency_key, seq, id, topic, payload, status, created_at, due_at, next_at, settled_at) \
+             SELECT 'hot', n, 'msg_hot' || n, 'mail', n, CASE WHEN n <= 5000 THEN 'delivered' ELSE 'pending' END, \
+                 {first}, {first}, {first}, CASE WHEN n <= 5000 THEN {first} END FROM {numbers}"
+        ));
+        done(service, "k", json!([effect("mail", "prompt")])).ok();
+        wait_until("both keys are delivered", || {
+            let received = receiver.received();
+            let has = |text: &str| received.iter().any(|received| received.text() == text);
+            has("\"prompt\"") && has("5003")
+        });
+        let bodies: Vec<u32> = receiver
+            .received()
+            .iter()
+            .filter_map(|received| received.text().parse().ok())
+            .collect();
+        assert!(
+            bodies.iter().copied().eq((5001..).take(bodies.len())),
+            "{bodies:?}"
+        );
+    });
+}
+
+/// A replica hears that what its effects have waited for is settled by another; by itself it would look again in half a
+/// minute.
+#[test]
+fn replicas_tell_each_other_whom_others_wait_for() {
+    let database = Arc::new(Database::new(Backend::Postgres));
+    let receiver = Receiver::start();
+    receiver.behave(|received| match received.text() {
+        "1" => Answer::Late(Duration::from_secs(4), 200),
+        _ => Answer::Status(200),
+    });
+    let mut first = start(&database, &receiver, &[]);
+    done(&first, "k", json!([effect("mail", 1), effect("mail", 2)])).ok();
+    receiver.wait_for(1);
+    let second = start(&database, &receiver, &[]);
+    let id = ids(&second, "k").remove(1);
+    // It settles what is on its way, and takes nothing more.
+    first.signal("TERM");
+    assert!(first.wait().success());
+    wait_within(Duration::from_secs(15), "the other one goes on", || {
+        stands(&second, &id)["status"] == "delivered"
+    });
+}
+
 #[test]
 fn what_was_delivered_is_removed_after_its_time() {
     with_receiver(&[("OUTBOX_RETRY_WAITS", "600")], |service, receiver| {
@@ -845,7 +902,7 @@ fn a_lease_reads_little_of_a_large_backlog() {
     let leased = store.lease_effects(&lease).unwrap();
     assert_eq!(leased.effects.len(), 32);
     let settled: Vec<Settled> = leased.effects.into_iter().map(delivered).collect();
-    assert_eq!(store.settle_effects(&settled).unwrap(), 32);
+    assert_eq!(store.settle_effects(&settled).unwrap().held, 32);
     store.undelivered().unwrap();
     // What a connection has read is told when it ends, at the latest.
     drop(store);

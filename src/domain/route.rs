@@ -19,6 +19,9 @@ const METADATA_NAMES: [&str; 7] = [
     "metadata.tencentyun.com",
 ];
 
+/// How many entries there may be: each has a loop that looks for itself.
+const MAX_ROUTES: usize = 100;
+
 /// Where effects go.
 #[derive(Debug, Default)]
 pub struct Routes(Vec<Route>);
@@ -40,6 +43,12 @@ impl Routes {
     ///
     /// One line, which names the entry by its number and repeats nothing of its URL.
     pub fn parse(text: &str, allowed_hosts: &[String]) -> Result<Self, String> {
+        let count = text.split(',').count();
+        if count > MAX_ROUTES {
+            return Err(format!(
+                "OUTBOX_ROUTES: {count} entries are more than {MAX_ROUTES}"
+            ));
+        }
         let mut entries: Vec<(String, Url)> = Vec::new();
         for (entry, number) in text.split(',').zip(1..) {
             let fault = |fault: &str| format!("OUTBOX_ROUTES: entry {number} {fault}");
@@ -199,7 +208,12 @@ fn is_forbidden_v4(address: Ipv4Addr) -> bool {
 /// or behind a NAT64 (RFC 6052, section 2.1).
 fn embedded_v4(address: Ipv6Addr) -> Option<Ipv4Addr> {
     match address.segments() {
-        [0, 0, 0, 0, 0, 0 | 0xffff, high, low] | [0x64, 0xff9b, 0, 0, 0, 0, high, low] => {
+        // Mapped and compatible ones, those that a translator makes, and those of 6to4.
+        [0, 0, 0, 0, 0, 0 | 0xffff, high, low]
+        | [0, 0, 0, 0, 0xffff, 0, high, low]
+        | [0x64, 0xff9b, 0, 0, 0, 0, high, low]
+        | [0x64, 0xff9b, 1, .., high, low]
+        | [0x2002, high, low, ..] => {
             let ([a, b], [c, d]) = (high.to_be_bytes(), low.to_be_bytes());
             Some(Ipv4Addr::new(a, b, c, d))
         }

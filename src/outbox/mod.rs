@@ -5,17 +5,20 @@
 //! taken over, and one that comes late changes nothing. Effects are delivered at least once: a receiver that has
 //! taken one whose lease ran out gets it again, under the same `webhook-id`.
 //!
-//! Each route has a loop of its own, so that a receiver that hangs holds up nothing but its own topic.
+//! Each route has a loop of its own, so that a receiver that hangs holds up nothing but its own topic; and all of them
+//! have threads of their own, so that what receivers send keeps nobody else busy.
 
 pub mod send;
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
+use std::thread;
 use std::time::Duration;
 
 use bytes::Bytes;
 use chrono::{TimeDelta, Utc};
-use tokio::sync::watch;
+use tokio::runtime::Builder;
+use tokio::sync::{oneshot, watch};
 use tokio::task::JoinSet;
 use tokio::time::sleep;
 
@@ -37,6 +40,9 @@ const QUIET: Duration = Duration::from_secs(30);
 
 /// The same where it does not.
 const DEAF: Duration = Duration::from_secs(1);
+
+/// How many threads deliver.
+const THREADS: usize = 2;
 
 /// How many waiting effects are looked at when it starts.
 const LOOKED_AT: u32 = 500;
@@ -73,7 +79,7 @@ impl Outbox {
     }
 
     /// Delivers what these routes take, until it is to stop; then what is on its way is settled.
-    pub async fn run(self, routes: &Routes, stop: watch::Receiver<bool>) {
+    async fn run(self, routes: &Routes, stop: watch::Receiver<bool>) {
         self.warn_of_stranded(routes).await;
         if routes.iter().next().is_none() {
             return;
@@ -89,9 +95,10 @@ impl Outbox {
                 longest_quiet,
                 under_way: JoinSet::new(),
                 tried: Vec::new(),
+                is_unsure: false,
                 is_cut_off: false,
             };
-            loops.spawn_local(of_route.run(stop.clone()));
+            loops.spawn(of_route.run(stop.clone()));
         }
         while loops.join_next().await.is_some() {}
     }
@@ -157,6 +164,38 @@ impl Outbox {
     }
 }
 
+/// Delivers, each of these by its routes, on threads of their own, until they are to stop. What is returned is
+/// answered when all is settled.
+///
+/// # Errors
+///
+/// There are no threads.
+pub fn start(
+    deliveries: Vec<(Outbox, Arc<Routes>)>,
+    stop: watch::Receiver<bool>,
+) -> std::io::Result<oneshot::Receiver<()>> {
+    let runtime = Builder::new_multi_thread()
+        .worker_threads(THREADS)
+        .thread_name("outbox")
+        .enable_all()
+        .build()?;
+    let (settled, all_settled) = oneshot::channel();
+    thread::spawn(move || {
+        runtime.block_on(async {
+            let mut running = JoinSet::new();
+            for (outbox, routes) in deliveries {
+                let stop = stop.clone();
+                running.spawn(async move { outbox.run(&routes, stop).await });
+            }
+            while running.join_next().await.is_some() {}
+        });
+        // Nobody listens where the process does not wait for it.
+        let _ = settled.send(());
+        runtime.shutdown_background();
+    });
+    Ok(all_settled)
+}
+
 /// What a try means.
 fn answer(sent: &Sent) -> Answer {
     if sent.is_delivered() {
@@ -180,6 +219,8 @@ struct Loop {
     under_way: JoinSet<Settled>,
     /// What has been tried, and is not settled yet.
     tried: Vec<Settled>,
+    /// Whether some of it may be settled: the store was asked, and gave no answer.
+    is_unsure: bool,
     /// Whether the store has failed, and nobody has to be told again.
     is_cut_off: bool,
 }
@@ -238,7 +279,7 @@ impl Loop {
         for effect in leased.effects {
             let (outbox, route) = (Arc::clone(&self.outbox), self.route.clone());
             self.under_way
-                .spawn_local(async move { outbox.deliver(&route, effect).await });
+                .spawn(async move { outbox.deliver(&route, effect).await });
         }
         let next = leased.next.and_then(|next| next.to_std().ok());
         Ok(next.map_or(self.longest_quiet, |next| next.min(self.longest_quiet)))
@@ -257,8 +298,15 @@ impl Loop {
         if self.tried.is_empty() {
             return Ok(());
         }
-        let settled = self.tried.clone();
-        let held = self.outbox.gate.settle_effects(settled).await?;
+        let was_unsure = std::mem::replace(&mut self.is_unsure, true);
+        let noted = self.outbox.gate.settle_effects(self.tried.clone()).await?;
+        self.is_unsure = false;
+        // What was settled before without an answer looks as if it were lost.
+        let held = if was_unsure {
+            self.tried.len()
+        } else {
+            noted.held
+        };
         self.report(&self.tried, held);
         self.tried.clear();
         Ok(())
@@ -292,7 +340,7 @@ impl Loop {
         if lost > 0 {
             metrics.count_lost_leases(lost as u64);
             log::warn!(
-                "{lost} deliveries were settled after their lease, or twice: a receiver may get them again"
+                "{lost} deliveries were settled after their lease: a receiver may get them again"
             );
         }
     }

@@ -1,8 +1,9 @@
 //! One delivery: a signed HTTP request, and what became of it.
 
+use std::collections::HashMap;
 use std::error::Error;
-use std::net::{IpAddr, SocketAddr};
-use std::sync::Arc;
+use std::net::{IpAddr, SocketAddr, ToSocketAddrs};
+use std::sync::{Arc, Mutex as StdMutex, PoisonError};
 use std::time::{Duration, Instant};
 use std::{fmt, io};
 
@@ -14,6 +15,8 @@ use reqwest::dns::{Addrs, Name, Resolve, Resolving};
 use reqwest::header::{CONTENT_TYPE, HeaderMap, RETRY_AFTER};
 use reqwest::redirect::Policy;
 use reqwest::{Client, Response, tls};
+use tokio::sync::Mutex;
+use tokio::task::spawn_blocking;
 use url::{Host, Url};
 
 use crate::domain::retry::RetryAfter;
@@ -122,6 +125,7 @@ impl Sender {
         let resolver = Resolver {
             allowed_hosts: allowed_hosts.into(),
             is_forbidden,
+            turns: Arc::default(),
         };
         let client = Client::builder()
             .user_agent(USER_AGENT)
@@ -304,6 +308,9 @@ fn openssl_reason(text: &str) -> &str {
 struct Resolver {
     allowed_hosts: Arc<[String]>,
     is_forbidden: fn(IpAddr) -> bool,
+    /// Whose turn it is to look up a name: one that hangs keeps its thread until the system gives up, and must not
+    /// keep all of them.
+    turns: Arc<StdMutex<HashMap<String, Arc<Mutex<()>>>>>,
 }
 
 /// What a name leads to.
@@ -335,9 +342,17 @@ impl Error for ResolveFault {}
 impl Resolver {
     async fn lookup(&self, name: String) -> Result<Found, ResolveFault> {
         let is_allowed = is_allowed(&name, &self.allowed_hosts);
-        let found = tokio::net::lookup_host((name, 0))
-            .await
-            .map_err(|_| ResolveFault::Unknown)?;
+        let turn = {
+            let mut turns = self.turns.lock().unwrap_or_else(PoisonError::into_inner);
+            Arc::clone(turns.entry(name.clone()).or_default())
+        };
+        let turn = turn.lock_owned().await;
+        let found = spawn_blocking(move || {
+            let _turn = turn;
+            (name.as_str(), 0).to_socket_addrs()
+        });
+        let found = found.await.map_err(|_| ResolveFault::Unknown)?;
+        let found = found.map_err(|_| ResolveFault::Unknown)?;
         let (forbidden, addresses): (Vec<_>, Vec<_>) =
             found.partition(|address| !is_allowed && (self.is_forbidden)(address.ip()));
         Ok(Found {

@@ -18,7 +18,7 @@ use chrono::TimeDelta;
 use diesel::r2d2::PoolError;
 use diesel::result::{DatabaseErrorKind, Error as DieselError};
 
-use self::outbox::{Lease, Leased, Parcel, ParcelFilter, ParcelPage, Settled, Undelivered};
+use self::outbox::{Lease, Leased, Noted, Parcel, ParcelFilter, ParcelPage, Settled, Undelivered};
 use self::rows::{BacklogRow, GateRow, LedgerRow, Seen};
 use crate::domain::Time;
 use crate::domain::act::{Act, act};
@@ -104,13 +104,12 @@ pub trait Store: Send + Sync {
     /// The database could not do it.
     fn lease_effects(&self, lease: &Lease) -> Result<Leased, StoreError>;
 
-    /// Notes how tries ended. Those whose lease has run out, and that somebody else has by now, are left; how
-    /// many were not.
+    /// Notes how tries ended. Those whose lease has run out, and that somebody else has by now, are left.
     ///
     /// # Errors
     ///
     /// The database could not do it.
-    fn settle_effects(&self, settled: &[Settled]) -> Result<usize, StoreError>;
+    fn settle_effects(&self, settled: &[Settled]) -> Result<Noted, StoreError>;
 
     /// Effects, newest first.
     ///
@@ -471,15 +470,20 @@ pub enum StartError {
     Unusable(String),
 }
 
+/// Databases write their errors over several lines.
+fn one_line(text: &str) -> String {
+    text.split_whitespace().collect::<Vec<_>>().join(" ")
+}
+
 impl From<PoolError> for StoreError {
     fn from(error: PoolError) -> Self {
-        Self::Unavailable(error.to_string())
+        Self::Unavailable(one_line(&error.to_string()))
     }
 }
 
 impl From<DieselError> for StoreError {
     fn from(error: DieselError) -> Self {
-        let text = error.to_string();
+        let text = one_line(&error.to_string());
         match error {
             // A statement never finds its data wrong: what is sent is checked, and what is
             // stored is ours. So a kind that diesel has no name for comes from the server's

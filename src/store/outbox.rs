@@ -80,6 +80,15 @@ pub struct Settled {
     pub attempt: Try,
 }
 
+/// What became of settlements.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Noted {
+    /// Of how many the lease still held. The others were left: somebody else has these effects by now.
+    pub held: usize,
+    /// Whether other effects of their keys have waited for them.
+    pub has_next: bool,
+}
+
 /// A try to deliver an effect. One whose replica died before it could note it leaves no trace but its number.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Try {
@@ -106,7 +115,7 @@ pub struct Parcel {
     pub key: IdempotencyKey,
     /// What it is about.
     pub topic: String,
-    /// JSON, as it is sent.
+    /// JSON, as it is sent; empty in lists.
     pub payload: String,
     /// Where it stands.
     pub delivery: Delivery,
@@ -146,11 +155,15 @@ pub struct ParcelPage {
 
 impl ParcelPage {
     /// Puts a page together from what was found, in order and `limit + 1` at most.
-    pub(super) fn of_rows(mut rows: Vec<OutboxRow>, limit: u32) -> Result<Self, StoreError> {
+    pub(super) fn of_rows(
+        mut rows: Vec<OutboxHead>,
+        limit: u32,
+        now: Time,
+    ) -> Result<Self, StoreError> {
         let has_more = rows.len() > limit as usize;
         rows.truncate(limit as usize);
         let next = rows.last().filter(|_| has_more).map(|row| row.id.clone());
-        let parcels = rows.into_iter().map(|row| row.parcel(false));
+        let parcels = rows.into_iter().map(|row| row.parcel(now));
         Ok(Self {
             parcels: parcels.collect::<Result<_, _>>()?,
             next,
@@ -216,6 +229,45 @@ pub(super) struct OutboxRow {
     pub(super) log: String,
 }
 
+/// A row of the outbox without its payload and its log: a page of them may be much larger than what it shows.
+#[derive(Debug, Clone, Queryable, Selectable)]
+#[diesel(table_name = run_outbox)]
+pub(super) struct OutboxHead {
+    idempotency_key: String,
+    id: String,
+    topic: String,
+    status: String,
+    created_at: At,
+    next_at: At,
+    is_leased: bool,
+    tries: i32,
+    settled_at: Option<At>,
+}
+
+impl OutboxHead {
+    /// What the row says at `now`.
+    fn parcel(self, now: Time) -> Result<Parcel, StoreError> {
+        let delivery = Delivery::of_name(&self.status).ok_or_else(|| {
+            let (id, status) = (&self.id, &self.status);
+            StoreError::Unexpected(format!("run_outbox {id:?}: the unknown status {status:?}"))
+        })?;
+        let is_under_way = self.is_leased && self.next_at.0 > now;
+        let is_waiting = delivery == Delivery::Pending && !is_under_way;
+        Ok(Parcel {
+            id: self.id,
+            key: IdempotencyKey::from_store(self.idempotency_key),
+            topic: self.topic,
+            payload: String::new(),
+            delivery,
+            created_at: self.created_at.0,
+            next_at: is_waiting.then_some(self.next_at.0),
+            settled_at: self.settled_at.map(|at| at.0),
+            tries: self.tries.cast_unsigned(),
+            log: Vec::new(),
+        })
+    }
+}
+
 impl OutboxRow {
     /// The row of an effect that is stored just now, with this number among those of its key.
     pub(super) fn new(key: &IdempotencyKey, seq: i32, effect: &Effect, now: Time) -> Self {
@@ -255,28 +307,27 @@ impl OutboxRow {
         }
     }
 
-    /// What the row says.
-    pub(super) fn parcel(self, has_log: bool) -> Result<Parcel, StoreError> {
-        let unexpected =
-            |what: String| StoreError::Unexpected(format!("run_outbox {:?}: {what}", self.id));
-        let delivery = Delivery::of_name(&self.status)
-            .ok_or_else(|| unexpected(format!("the unknown status {:?}", self.status)))?;
-        let lines = self.log.lines().filter(|_| has_log);
-        let log = lines
-            .map(|line| serde_json::from_str(line).map_err(|error| unexpected(error.to_string())))
-            .collect::<Result<_, _>>()?;
-        let is_waiting = delivery == Delivery::Pending && !self.is_leased;
-        Ok(Parcel {
-            key: IdempotencyKey::from_store(self.idempotency_key),
-            delivery,
-            created_at: self.created_at.0,
-            next_at: is_waiting.then_some(self.next_at.0),
-            settled_at: self.settled_at.map(|at| at.0),
-            tries: self.tries.cast_unsigned(),
-            log,
+    /// What the row says at `now`.
+    pub(super) fn parcel(self, now: Time) -> Result<Parcel, StoreError> {
+        let log = self.log.lines().map(serde_json::from_str);
+        let log = log.collect::<Result<_, _>>().map_err(|error| {
+            StoreError::Unexpected(format!("run_outbox {:?}: {error}", self.id))
+        })?;
+        let head = OutboxHead {
+            idempotency_key: self.idempotency_key,
             id: self.id,
             topic: self.topic,
+            status: self.status,
+            created_at: self.created_at,
+            next_at: self.next_at,
+            is_leased: self.is_leased,
+            tries: self.tries,
+            settled_at: self.settled_at,
+        };
+        Ok(Parcel {
             payload: self.payload,
+            log,
+            ..head.parcel(now)?
         })
     }
 }

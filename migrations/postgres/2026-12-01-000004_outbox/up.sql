@@ -20,6 +20,8 @@ CREATE TABLE IF NOT EXISTS run_outbox (
     CHECK ((status = 'pending') = (settled_at IS NULL)),
     CHECK (status = 'pending' OR NOT is_leased)
 );
+-- What of a key is not settled yet, since an effect waits for those before it: a key may have many that are.
+CREATE INDEX IF NOT EXISTS run_outbox_order ON run_outbox (idempotency_key, seq) WHERE settled_at IS NULL;
 CREATE INDEX IF NOT EXISTS run_outbox_due ON run_outbox (next_at) WHERE status = 'pending';
 CREATE INDEX IF NOT EXISTS run_outbox_newest ON run_outbox (id COLLATE "C");
 CREATE INDEX IF NOT EXISTS run_outbox_open ON run_outbox (status, id COLLATE "C") WHERE status <> 'delivered';

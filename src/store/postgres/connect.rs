@@ -10,8 +10,7 @@ use diesel::prelude::*;
 use diesel::r2d2::{ConnectionManager, ManageConnection};
 use diesel::sql_types::Integer;
 
-use super::one_line;
-use crate::store::{StartError, StoreError};
+use crate::store::{StartError, StoreError, one_line};
 
 /// How often two connections are asked whose sessions they have.
 const ROUNDS: u32 = 8;

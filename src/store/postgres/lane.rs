@@ -10,9 +10,9 @@ use diesel::result::Error as DieselError;
 
 use super::connect::Server;
 use super::insert::{Made, insert};
-use super::{is_read_only, one_line};
+use super::is_read_only;
 use crate::domain::claim::Claim;
-use crate::store::StoreError;
+use crate::store::{StoreError, one_line};
 
 /// A connection that was not used for so long is asked whether it still lives. One that dies in
 /// use leaves nobody knowing what has become of the statement; one that died meanwhile need not.

@@ -7,9 +7,8 @@ use diesel::connection::SimpleConnection;
 use diesel::pg::PgConnection;
 
 use super::connect::Server;
-use super::one_line;
 use super::outbox::CHANNEL;
-use crate::store::StoreError;
+use crate::store::{StoreError, one_line};
 
 /// How often it is looked for what has come: a look into the socket, which asks the server nothing.
 const LOOK: Duration = Duration::from_millis(50);

@@ -33,12 +33,14 @@ use self::claim::New;
 use self::connect::Server;
 use self::lane::Lane;
 
-use super::outbox::{Lease, Leased, Parcel, ParcelFilter, ParcelPage, Settled, Undelivered};
+use super::outbox::{Lease, Leased, Noted, Parcel, ParcelFilter, ParcelPage, Settled, Undelivered};
 use super::rows::{self, At, GateRow, HistoryRow, LedgerRow};
 use super::schema::{
     Instant, processed_orders as gate, run_history as history, run_ledger as ledger,
 };
-use super::{Acted, Backlog, Entry, Filter, Page, Removed, StartError, Store, StoreError, Sweep};
+use super::{
+    Acted, Backlog, Entry, Filter, Page, Removed, StartError, Store, StoreError, Sweep, one_line,
+};
 use crate::domain::Time;
 use crate::domain::act::Act;
 use crate::domain::claim::{Batch, Claim, Decided};
@@ -311,11 +313,6 @@ impl diesel::r2d2::HandleError<diesel::r2d2::Error> for LogAtDebug {
     fn handle_error(&self, error: diesel::r2d2::Error) {
         log::debug!("no connection: {}", one_line(&error.to_string()));
     }
-}
-
-/// libpq writes its errors over several lines.
-fn one_line(text: &str) -> String {
-    text.split_whitespace().collect::<Vec<_>>().join(" ")
 }
 
 diesel::define_sql_function! {
@@ -596,16 +593,22 @@ impl Store for PostgresStore {
         self.transact(|connection| Ok(outbox::lease(connection, lease)?))
     }
 
-    fn settle_effects(&self, settled: &[Settled]) -> Result<usize, StoreError> {
+    fn settle_effects(&self, settled: &[Settled]) -> Result<Noted, StoreError> {
         self.transact(|connection| Ok(outbox::settle(connection, settled)?))
     }
 
     fn list_effects(&self, filter: &ParcelFilter) -> Result<ParcelPage, StoreError> {
-        self.read(|connection| outbox::list(connection, filter))
+        self.read(|connection| {
+            let now = clock(connection)?;
+            outbox::list(connection, filter, now)
+        })
     }
 
     fn effect(&self, id: &str) -> Result<Option<Parcel>, StoreError> {
-        self.read(|connection| outbox::find(connection, id))
+        self.read(|connection| {
+            let now = clock(connection)?;
+            outbox::find(connection, id, now)
+        })
     }
 
     fn redeliver(&self, id: &str) -> Result<Option<(Parcel, bool)>, StoreError> {

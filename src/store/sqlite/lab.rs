@@ -2,12 +2,13 @@
 
 use chrono::TimeDelta;
 use diesel::connection::SimpleConnection;
+use diesel::dsl::sql;
 use diesel::prelude::*;
 use diesel::sql_query;
-use diesel::sql_types::{BigInt, Text};
+use diesel::sql_types::{BigInt, Bool, Text};
 use diesel::sqlite::SqliteConnection;
 
-use super::{SqliteStore, Undo, act_all};
+use super::{SqliteStore, Undo, act_all, busy_timeout};
 use crate::domain::act::Act;
 use crate::store::lab::{
     ACCOUNTS, Account, COUNT_CHARGE, COUNT_PREVENTED, EMPTIED, GENERATION, LabStore, OPENING_CENTS,
@@ -41,14 +42,39 @@ impl SqliteStore {
     /// See [`SqliteStore::open`].
     pub fn open_lab(path: &str, replay_window: TimeDelta) -> Result<Self, StartError> {
         let path = format!("{path}-lab");
+        let unusable = |error: &dyn std::fmt::Display| {
+            StartError::Unusable(format!("cannot use the SQLite file {path}: {error}"))
+        };
+        if !make_tables(&path).map_err(|error| unusable(&error))? {
+            return Err(StartError::Unusable(format!(
+                "LAB: the SQLite file {path} is the lab's, and holds a gate: name another in DATABASE_URL, or leave LAB out"
+            )));
+        }
         let store = Self::open(&path, replay_window)?;
-        store
-            .transact(|connection| Ok(connection.batch_execute(TABLES)?))
-            .map_err(|error| {
-                StartError::Unusable(format!("cannot use the SQLite file {path}: {error}"))
-            })?;
         Ok(store)
     }
+}
+
+/// Makes the lab's tables, unless the file holds a gate without them: that is somebody's, whose keys a reset would
+/// forget.
+fn make_tables(path: &str) -> Result<bool, Box<dyn std::error::Error>> {
+    let mut connection = SqliteConnection::establish(path)?;
+    connection.batch_execute(&busy_timeout())?;
+    let is_ours = connection.immediate_transaction(|connection| {
+        let has = |table: &str| {
+            sql::<Bool>(&format!(
+                "EXISTS (SELECT 1 FROM sqlite_master WHERE name = '{table}')"
+            ))
+        };
+        let (has_gate, has_lab): (bool, bool) =
+            diesel::select((has("processed_orders"), has("lab_generation")))
+                .get_result(connection)?;
+        if has_lab || !has_gate {
+            connection.batch_execute(TABLES)?;
+        }
+        QueryResult::Ok(has_lab || !has_gate)
+    })?;
+    Ok(is_ours)
 }
 
 fn take(

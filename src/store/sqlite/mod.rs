@@ -22,7 +22,7 @@ use diesel::sqlite::SqliteConnection;
 use diesel_migrations::{EmbeddedMigrations, MigrationHarness, embed_migrations};
 
 use self::insert::insert;
-use super::outbox::{Lease, Leased, Parcel, ParcelFilter, ParcelPage, Settled, Undelivered};
+use super::outbox::{Lease, Leased, Noted, Parcel, ParcelFilter, ParcelPage, Settled, Undelivered};
 use super::rows::{self, At, GateRow, HistoryRow, LedgerRow};
 use super::schema::{processed_orders as gate, run_history as history, run_ledger as ledger};
 use super::{
@@ -521,16 +521,16 @@ impl Store for SqliteStore {
         self.transact(|connection| Ok(outbox::lease(connection, lease, clock())?))
     }
 
-    fn settle_effects(&self, settled: &[Settled]) -> Result<usize, StoreError> {
+    fn settle_effects(&self, settled: &[Settled]) -> Result<Noted, StoreError> {
         self.transact(|connection| Ok(outbox::settle(connection, settled, clock())?))
     }
 
     fn list_effects(&self, filter: &ParcelFilter) -> Result<ParcelPage, StoreError> {
-        self.read(|connection| outbox::list(connection, filter))
+        self.read(|connection| outbox::list(connection, filter, clock()))
     }
 
     fn effect(&self, id: &str) -> Result<Option<Parcel>, StoreError> {
-        self.read(|connection| outbox::find(connection, id))
+        self.read(|connection| outbox::find(connection, id, clock()))
     }
 
     fn redeliver(&self, id: &str) -> Result<Option<(Parcel, bool)>, StoreError> {

@@ -1,6 +1,6 @@
 //! How effects are stored, leased, settled and listed.
 
-use diesel::dsl::{max, sql};
+use diesel::dsl::{exists, max, sql};
 use diesel::prelude::*;
 use diesel::sql_types::{BigInt, Bool, Text};
 use diesel::sqlite::{Sqlite, SqliteConnection};
@@ -11,8 +11,8 @@ use crate::domain::ledger::seconds;
 use crate::domain::text::IdempotencyKey;
 use crate::store::StoreError;
 use crate::store::outbox::{
-    Lease, Leased, OutboxRow, Parcel, ParcelFilter, ParcelPage, Settled, Undelivered,
-    UndeliveredRow,
+    Lease, Leased, Noted, OutboxHead, OutboxRow, Parcel, ParcelFilter, ParcelPage, Settled,
+    Undelivered, UndeliveredRow,
 };
 use crate::store::rows::At;
 use crate::store::schema::{Instant, run_outbox as outbox};
@@ -54,7 +54,7 @@ pub(super) fn lease(
              AND (topic IN (SELECT value FROM json_each(?2))) = ?3 \
              AND NOT EXISTS (SELECT 1 FROM run_outbox AS before \
                  WHERE before.idempotency_key = mine.idempotency_key AND before.seq < mine.seq \
-                     AND before.status = 'pending' AND (before.is_leased OR before.next_at <= ?1) \
+                     AND before.settled_at IS NULL AND (before.is_leased OR before.next_at <= ?1) \
                      AND (before.topic IN (SELECT value FROM json_each(?4))) = ?5) \
          ORDER BY next_at LIMIT ?6",
     )
@@ -104,13 +104,13 @@ fn named(topics: &Topics) -> Result<(String, bool), StoreError> {
     Ok((topics, are_these))
 }
 
-/// Notes how tries ended, of those whose leases still hold, and says how many that were.
+/// Notes how tries ended, of those whose leases still hold.
 pub(super) fn settle(
     connection: &mut SqliteConnection,
     settled: &[Settled],
     now: Time,
-) -> Result<usize, StoreError> {
-    let mut written = 0;
+) -> Result<Noted, StoreError> {
+    let mut held = 0;
     for settled in settled {
         let lease = &settled.lease;
         let row = outbox::table
@@ -119,7 +119,7 @@ pub(super) fn settle(
             .filter(outbox::tries.eq(lease.tries))
             .filter(outbox::is_leased);
         let is_over = settled.delivery != Delivery::Pending;
-        written += diesel::update(row)
+        held += diesel::update(row)
             .set((
                 outbox::status.eq(settled.delivery.name()),
                 outbox::is_leased.eq(false),
@@ -130,20 +130,28 @@ pub(super) fn settle(
             ))
             .execute(connection)?;
     }
-    Ok(written)
+    let keys = settled.iter().map(|settled| settled.lease.key.as_str());
+    let next = outbox::table
+        .filter(outbox::idempotency_key.eq_any(keys))
+        .filter(outbox::settled_at.is_null())
+        .filter(diesel::dsl::not(outbox::is_leased))
+        .filter(outbox::next_at.le(At(now)));
+    let has_next = diesel::select(exists(next)).get_result(connection)?;
+    Ok(Noted { held, has_next })
 }
 
 /// The effect of this name.
 pub(super) fn find(
     connection: &mut SqliteConnection,
     id: &str,
+    now: Time,
 ) -> Result<Option<Parcel>, StoreError> {
     let row: Option<OutboxRow> = outbox::table
         .filter(outbox::id.eq(id))
         .select(OutboxRow::as_select())
         .first(connection)
         .optional()?;
-    row.map(|row| row.parcel(true)).transpose()
+    row.map(|row| row.parcel(now)).transpose()
 }
 
 /// Makes the effect of this name due once more, unless it is under way; whether there was anything to do. None
@@ -155,26 +163,28 @@ pub(super) fn redeliver(
 ) -> Result<Option<(Parcel, bool)>, StoreError> {
     let rows = outbox::table
         .filter(outbox::id.eq(id))
-        .filter(diesel::dsl::not(outbox::is_leased));
+        .filter(diesel::dsl::not(outbox::is_leased).or(outbox::next_at.le(At(now))));
     let changed = diesel::update(rows)
         .set((
             outbox::status.eq(Delivery::Pending.name()),
+            outbox::is_leased.eq(false),
             outbox::failures.eq(0),
             outbox::settled_at.eq(None::<At>),
             outbox::due_at.eq(At(now)),
             outbox::next_at.eq(At(now)),
         ))
         .execute(connection)?;
-    Ok(find(connection, id)?.map(|parcel| (parcel, changed > 0)))
+    Ok(find(connection, id, now)?.map(|parcel| (parcel, changed > 0)))
 }
 
 /// Effects, newest first.
 pub(super) fn list(
     connection: &mut SqliteConnection,
     filter: &ParcelFilter,
+    now: Time,
 ) -> Result<ParcelPage, StoreError> {
     let mut query = outbox::table
-        .select(OutboxRow::as_select())
+        .select(OutboxHead::as_select())
         .into_boxed::<Sqlite>();
     if let Some(delivery) = filter.delivery {
         query = query.filter(outbox::status.eq(delivery.name()));
@@ -193,7 +203,7 @@ pub(super) fn list(
         .order(outbox::id.desc())
         .limit(i64::from(filter.limit) + 1)
         .load(connection)?;
-    ParcelPage::of_rows(rows, filter.limit)
+    ParcelPage::of_rows(rows, filter.limit, now)
 }
 
 /// What waits, and what is dead, as far as the bound goes.
