@@ -672,6 +672,28 @@ fn a_replica_that_ends_settles_what_is_on_its_way() {
     }
 }
 
+/// One that hangs does not keep the others from being settled before the process has to end.
+#[test]
+fn a_replica_that_ends_settles_what_has_ended() {
+    for backend in Backend::ALL {
+        let database = Arc::new(Database::new(backend));
+        let receiver = Receiver::start();
+        receiver.behave(|received| match received.text() {
+            "1" => Answer::Hang,
+            _ => Answer::Late(Duration::from_secs(1), 200),
+        });
+        let mut service = start(&database, &receiver, &[("OUTBOX_TIMEOUT", "120")]);
+        done(&service, "hangs", json!([effect("mail", 1)])).ok();
+        done(&service, "k", json!([effect("mail", 2)])).ok();
+        let id = ids(&service, "k").remove(0);
+        receiver.wait_for(2);
+        service.signal("TERM");
+        assert!(service.wait().success());
+        let next = Service::start_beside(Arc::clone(&database), &[]);
+        assert_eq!(stands(&next, &id)["status"], "delivered");
+    }
+}
+
 /// What another replica stores is heard of, although this one has looked just now and would do so again in half
 /// a minute only.
 #[test]

@@ -1,7 +1,7 @@
 //! The delivery loop: lease, send, settle.
 //!
 //! Each of the three is by itself: no transaction is open while somebody else's server is asked. Whoever leases an
-//! effect has it to himself until the lease runs out, and settles by naming the lease; so a replica that dies is
+//! effect has it alone until the lease runs out, and settles by naming the lease; so a replica that dies is
 //! taken over, and one that comes late changes nothing. Effects are delivered at least once: a receiver that has
 //! taken one whose lease ran out gets it again, under the same `webhook-id`.
 //!
@@ -100,7 +100,11 @@ impl Outbox {
             };
             loops.spawn(of_route.run(stop.clone()));
         }
-        while loops.join_next().await.is_some() {}
+        while let Some(ended) = loops.join_next().await {
+            if let Err(panicked) = ended {
+                log::error!("a route is not delivered any more, until a restart: {panicked}");
+            }
+        }
     }
 
     /// Effects of topics that have lost their route wait for ever, and nobody would know. The newest are looked at.
@@ -164,8 +168,8 @@ impl Outbox {
     }
 }
 
-/// Delivers, each of these by its routes, on threads of their own, until they are to stop. What is returned is
-/// answered when all is settled.
+/// Delivers, each of these by its routes, on threads of their own, until they are to stop. What is returned resolves
+/// once all is settled.
 ///
 /// # Errors
 ///
@@ -249,8 +253,11 @@ impl Loop {
                 _ = stop.changed() => {}
             }
         }
+        // Each as soon as it has ended: there may not be time for the last of them.
         while let Some(settled) = self.under_way.join_next().await {
             self.keep(settled);
+            self.keep_what_has_ended();
+            let _ = self.settle().await;
         }
         while self.settle().await.is_err() {
             sleep(REST).await;
@@ -259,9 +266,7 @@ impl Loop {
 
     /// Settles what was tried, takes what is due, and says how long it may go without looking again.
     async fn turn(&mut self, changed: &mut watch::Receiver<u64>) -> Result<Duration, GateError> {
-        while let Some(settled) = self.under_way.try_join_next() {
-            self.keep(settled);
-        }
+        self.keep_what_has_ended();
         self.settle().await?;
         // What is stored, or settled by others, from here on is for the next turn.
         changed.borrow_and_update();
@@ -283,6 +288,12 @@ impl Loop {
         }
         let next = leased.next.and_then(|next| next.to_std().ok());
         Ok(next.map_or(self.longest_quiet, |next| next.min(self.longest_quiet)))
+    }
+
+    fn keep_what_has_ended(&mut self) {
+        while let Some(settled) = self.under_way.try_join_next() {
+            self.keep(settled);
+        }
     }
 
     /// Keeps what was tried until it is settled. A try that panicked is taken over when its lease runs out.
