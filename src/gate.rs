@@ -7,6 +7,7 @@
 //! they wait for no claim.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -297,8 +298,8 @@ impl Gate {
         self.effects.send_modify(|count| *count += 1);
     }
 
-    /// Has the store tell when other replicas store effects. Returns whether it does.
-    pub fn listen(&self) -> bool {
+    /// Has the store tell when other replicas store effects. Returns whether it does just now.
+    pub fn listen(&self) -> Arc<AtomicBool> {
         let stored = self.effects.clone();
         self.store
             .listen(Box::new(move || stored.send_modify(|count| *count += 1)))

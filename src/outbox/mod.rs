@@ -12,6 +12,7 @@ pub mod send;
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::Duration;
 
@@ -85,14 +86,14 @@ impl Outbox {
             return;
         }
         let outbox = Arc::new(self);
-        let longest_quiet = if outbox.gate.listen() { QUIET } else { DEAF };
+        let is_told = outbox.gate.listen();
         let mut loops = JoinSet::new();
         for route in routes.iter() {
             let of_route = Loop {
                 outbox: Arc::clone(&outbox),
                 route: route.clone(),
                 routed: routes.topics(),
-                longest_quiet,
+                is_told: Arc::clone(&is_told),
                 under_way: JoinSet::new(),
                 tried: Vec::new(),
                 is_unsure: false,
@@ -219,7 +220,8 @@ struct Loop {
     route: Route,
     /// What all routes take together.
     routed: Topics,
-    longest_quiet: Duration,
+    /// Whether the store tells what others have stored.
+    is_told: Arc<AtomicBool>,
     under_way: JoinSet<Settled>,
     /// What has been tried, and is not settled yet.
     tried: Vec<Settled>,
@@ -271,8 +273,12 @@ impl Loop {
         // What is stored, or settled by others, from here on is for the next turn.
         changed.borrow_and_update();
         let free = SLOTS - self.under_way.len();
+        let longest = match self.is_told.load(Ordering::Relaxed) {
+            true => QUIET,
+            false => DEAF,
+        };
         if free == 0 {
-            return Ok(self.longest_quiet);
+            return Ok(longest);
         }
         let lease = Lease {
             topics: self.route.topics.clone(),
@@ -287,7 +293,7 @@ impl Loop {
                 .spawn(async move { outbox.deliver(&route, effect).await });
         }
         let next = leased.next.and_then(|next| next.to_std().ok());
-        Ok(next.map_or(self.longest_quiet, |next| next.min(self.longest_quiet)))
+        Ok(next.map_or(longest, |next| next.min(longest)))
     }
 
     fn keep_what_has_ended(&mut self) {

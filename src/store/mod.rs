@@ -13,6 +13,8 @@ pub mod sqlite;
 
 use std::borrow::Borrow;
 use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 
 use chrono::TimeDelta;
 use diesel::r2d2::PoolError;
@@ -142,8 +144,8 @@ pub trait Store: Send + Sync {
     fn undelivered(&self) -> Result<Undelivered, StoreError>;
 
     /// Calls `on_effects` whenever somebody else may have stored effects in the database, from now on, where the
-    /// database tells. Returns whether it does.
-    fn listen(&self, on_effects: Box<dyn Fn() + Send>) -> bool;
+    /// database tells. Returns whether it does just now.
+    fn listen(&self, on_effects: Box<dyn Fn() + Send>) -> Arc<AtomicBool>;
 
     /// Whether the database can be reached and written to.
     ///

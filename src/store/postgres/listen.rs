@@ -1,5 +1,7 @@
 //! Hears of effects that other replicas have stored.
 
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::{self, sleep};
 use std::time::{Duration, Instant};
 
@@ -19,33 +21,35 @@ const PROBE: Duration = Duration::from_secs(30);
 /// How long to wait before connecting again.
 const REST: Duration = Duration::from_secs(1);
 
-/// Starts a thread that listens for as long as the process lives. Behind a pooler there is no session to
-/// listen in.
-pub(super) fn start(server: &Server, on_effects: Box<dyn Fn() + Send>) -> bool {
-    if server.is_pooled() {
-        return false;
-    }
-    let server = server.clone();
+/// Starts a thread that listens for as long as the process lives; what is returned says whether it does just now.
+/// Behind a pooler there is no session to listen in.
+pub(super) fn start(server: &Server, on_effects: Box<dyn Fn() + Send>) -> Arc<AtomicBool> {
+    let is_listening = Arc::new(AtomicBool::new(false));
+    let (server, says) = (server.clone(), Arc::clone(&is_listening));
     thread::spawn(move || {
         while !server.is_pooled() {
-            if let Err(error) = listen(&server, &on_effects) {
+            if let Err(error) = listen(&server, &on_effects, &says) {
                 log::debug!("not listening for effects: {error}");
             }
+            says.store(false, Ordering::Relaxed);
+            // Whoever relied on it looks for themselves.
+            on_effects();
             sleep(REST);
         }
     });
-    true
+    is_listening
 }
 
-fn listen(server: &Server, on_effects: &dyn Fn()) -> Result<(), StoreError> {
+fn listen(server: &Server, on_effects: &dyn Fn(), says: &AtomicBool) -> Result<(), StoreError> {
     let mut connection: PgConnection = server
         .connect()
         .map_err(|error| StoreError::Unavailable(one_line(&error.to_string())))?;
     connection.batch_execute(&format!("LISTEN {CHANNEL}"))?;
+    says.store(true, Ordering::Relaxed);
     // Whatever was stored meanwhile.
     on_effects();
     let mut asked = Instant::now();
-    loop {
+    while !server.is_pooled() {
         sleep(LOOK);
         let mut has_heard = false;
         for notification in connection.notifications_iter() {
@@ -60,4 +64,5 @@ fn listen(server: &Server, on_effects: &dyn Fn()) -> Result<(), StoreError> {
             asked = Instant::now();
         }
     }
+    Ok(())
 }

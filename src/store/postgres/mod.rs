@@ -13,7 +13,8 @@ mod outbox;
 mod retention;
 
 use std::collections::{BTreeMap, HashSet};
-use std::sync::Mutex;
+use std::sync::atomic::AtomicBool;
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant as Clock};
 
 use chrono::TimeDelta;
@@ -622,7 +623,7 @@ impl Store for PostgresStore {
         })
     }
 
-    fn listen(&self, on_effects: Box<dyn Fn() + Send>) -> bool {
+    fn listen(&self, on_effects: Box<dyn Fn() + Send>) -> Arc<AtomicBool> {
         listen::start(&self.server, on_effects)
     }
 

@@ -9,6 +9,8 @@ mod retention;
 
 use std::collections::BTreeMap;
 use std::os::unix::fs::MetadataExt;
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 
 use chrono::{SubsecRound, TimeDelta, Utc};
@@ -542,8 +544,8 @@ impl Store for SqliteStore {
     }
 
     /// A file tells nobody.
-    fn listen(&self, _: Box<dyn Fn() + Send>) -> bool {
-        false
+    fn listen(&self, _: Box<dyn Fn() + Send>) -> Arc<AtomicBool> {
+        Arc::default()
     }
 
     /// Takes the lock that a write takes, and writes nothing.
