@@ -423,3 +423,18 @@ fn the_file_is_deleted_or_replaced() {
     let duplicate = service.claim(json!({"idempotency_key": "before", "claimant": "b"}));
     assert_eq!(duplicate["claimed"], false);
 }
+
+#[test]
+fn the_file_may_have_any_name() {
+    let database = Arc::new(Database::new(Backend::Sqlite));
+    let url = format!("{} %3F#ñ?mode=memory&.db", database.url);
+    let start = || {
+        let command = command(&database, &[], &[("DATABASE_URL", &url)]);
+        Service::spawn(Arc::clone(&database), command)
+    };
+    let claim = json!({"idempotency_key": "key"});
+    assert_eq!(start().claim(claim.clone())["claimed"], true);
+    assert_eq!(start().claim(claim)["claimed"], false);
+    let path = url.strip_prefix("sqlite:").unwrap();
+    assert!(std::fs::metadata(path).unwrap().len() > 0);
+}

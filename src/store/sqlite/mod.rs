@@ -22,6 +22,7 @@ use diesel::result::Error as DieselError;
 use diesel::sql_types::Text;
 use diesel::sqlite::SqliteConnection;
 use diesel_migrations::{EmbeddedMigrations, MigrationHarness, embed_migrations};
+use percent_encoding::{AsciiSet, CONTROLS, utf8_percent_encode};
 
 use self::insert::insert;
 use super::outbox::{Lease, Leased, Noted, Parcel, ParcelFilter, ParcelPage, Settled, Undelivered};
@@ -73,12 +74,28 @@ fn file_id(path: &str) -> std::io::Result<(u64, u64)> {
 
 /// Makes each commit durable, and each connection wait for the locks of other processes.
 #[derive(Debug)]
-struct Settings;
+struct Settings {
+    path: String,
+    /// Which file it has to be.
+    file: (u64, u64),
+}
 
 impl CustomizeConnection<SqliteConnection, diesel::r2d2::Error> for Settings {
+    /// One that was opened while another file was in the place of ours would outlive its return.
     fn on_acquire(&self, connection: &mut SqliteConnection) -> Result<(), diesel::r2d2::Error> {
+        if !file_id(&self.path).is_ok_and(|id| id == self.file) {
+            let elsewhere =
+                ConnectionError::BadConnection("the file was deleted or replaced".into());
+            return Err(diesel::r2d2::Error::ConnectionError(elsewhere));
+        }
         configure(connection).map_err(diesel::r2d2::Error::QueryError)
     }
+}
+
+/// A file that is there: one that is missing is not to be made, and left in the way of its return.
+fn existing(path: &str) -> String {
+    const RESERVED: &AsciiSet = &CONTROLS.add(b'%').add(b'?').add(b'#');
+    format!("file:{}?mode=rw", utf8_percent_encode(path, RESERVED))
 }
 
 fn configure(connection: &mut SqliteConnection) -> QueryResult<()> {
@@ -134,8 +151,11 @@ impl SqliteStore {
                 // A file does not hang up.
                 .test_on_check_out(false)
                 .connection_timeout(BUSY_TIMEOUT)
-                .connection_customizer(Box::new(Settings))
-                .build_unchecked(ConnectionManager::new(path))
+                .connection_customizer(Box::new(Settings {
+                    path: path.to_owned(),
+                    file,
+                }))
+                .build_unchecked(ConnectionManager::new(existing(path)))
         };
         Ok(Self {
             writer: pool(1),
