@@ -4,7 +4,8 @@ use std::net::{SocketAddr, ToSocketAddrs};
 use std::time::Duration;
 
 use chrono::TimeDelta;
-use clap::{Args, Parser, Subcommand};
+use clap::builder::Resettable;
+use clap::{Arg, Args, CommandFactory, FromArgMatches, Id, Parser, Subcommand};
 use secrecy::{ExposeSecret, SecretString};
 
 use crate::domain::effect::Patience;
@@ -22,6 +23,27 @@ pub struct Cli {
     /// The settings.
     #[command(flatten)]
     pub settings: Settings,
+}
+
+impl Cli {
+    /// Reads the command line and the environment; ends the process where it is asked for help, or cannot read them. An
+    /// empty variable counts as absent: a compose file sets what is absent to nothing.
+    pub fn read() -> Self {
+        let command = Self::command();
+        let is_empty = |arg: &&Arg| {
+            let value = arg.get_env().and_then(std::env::var_os);
+            value.is_some_and(|value| value.is_empty())
+        };
+        let empty: Vec<Id> = command
+            .get_arguments()
+            .filter(is_empty)
+            .map(|arg| arg.get_id().clone())
+            .collect();
+        let command = empty.into_iter().fold(command, |command, id| {
+            command.mut_arg(id, |arg| arg.env(Resettable::Reset))
+        });
+        Self::from_arg_matches(&command.get_matches()).unwrap_or_else(|error| error.exit())
+    }
 }
 
 /// What the binary can do.

@@ -2,7 +2,6 @@
 
 use std::process::exit;
 
-use clap::Parser;
 use dedup_gate::app;
 use dedup_gate::config::{Cli, Command};
 use mimalloc::MiMalloc;
@@ -13,7 +12,7 @@ static ALLOCATOR: MiMalloc = MiMalloc;
 
 #[actix_web::main]
 async fn main() {
-    let cli = Cli::parse();
+    let cli = Cli::read();
     env_logger::Builder::from_env(
         env_logger::Env::default().default_filter_or("info,actix_server=warn"),
     )

@@ -52,6 +52,25 @@ fn without_settings_it_serves_a_file_in_the_working_directory() {
     }
 }
 
+/// A compose file sets what is absent to nothing.
+#[test]
+fn an_empty_variable_is_as_good_as_none() {
+    let help = run(&at(""), &["--help"], &[]).stdout;
+    let help = String::from_utf8(help).unwrap();
+    let variables: Vec<&str> = help
+        .split("[env: ")
+        .skip(1)
+        .map(|rest| rest.split([']', '=']).next().unwrap())
+        .collect();
+    assert!(variables.len() > 15, "{variables:?}");
+    let mut settings: Vec<(&str, &str)> = variables.iter().map(|name| (*name, "")).collect();
+    let database = Database::new(Backend::Sqlite);
+    let url = database.url.clone();
+    settings.extend([("DATABASE_URL", url.as_str()), ("LISTEN", "127.0.0.1:0")]);
+    let service = Service::start_on(database, &settings);
+    assert_eq!(claim(&service, "key")["claimed"], true);
+}
+
 #[test]
 fn settings_are_flags_as_well() {
     let database = Arc::new(Database::new(Backend::Sqlite));
@@ -298,7 +317,13 @@ fn a_listener_on_loopback_needs_no_api_keys() {
 
 #[test]
 fn an_address_that_is_none_is_refused() {
-    for listen in ["127.0.0.1", "8080", "", "127.0.0.1:http", "127.0.0.1:65536"] {
+    for listen in [
+        "127.0.0.1",
+        "8080",
+        " ",
+        "127.0.0.1:http",
+        "127.0.0.1:65536",
+    ] {
         let database = Database::new(Backend::Sqlite);
         let line = refusal(&run(&database, &[], &[("LISTEN", listen)]));
         assert!(line.contains("LISTEN"), "{line}");
