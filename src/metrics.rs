@@ -214,9 +214,9 @@ impl Metrics {
         self.store_seconds.with_label_values(&[operation])
     }
 
-    /// All of it in Prometheus' text format, with what is true at the moment. Without a backlog, its
-    /// metrics are left out: an old number would look like a new one.
-    pub fn text(&self, load: &Load, read: Option<(&Backlog, &Undelivered)>) -> String {
+    /// All of it in Prometheus' text format, with what is true at the moment. Without what is read from the
+    /// store, its metrics are left out: an old number would look like a new one.
+    pub fn text(&self, load: &Load, read: Option<&(Backlog, Undelivered)>) -> String {
         let now = Registry::new();
         show_load(&now, load);
         gauge(

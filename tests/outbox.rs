@@ -432,6 +432,17 @@ fn a_key_s_effects_are_delivered_in_order_and_one_that_fails_is_passed() {
         assert_eq!(bodies, ["0", "1", "2", "3", "4", "5", "6", "7"]);
         let ids = ids(service, "k");
         wait_for_status(service, &ids[7], "delivered");
+        let metrics = service.get("/metrics").text;
+        let value = |name: &str| -> f64 {
+            let line = metrics
+                .lines()
+                .find(|line| line.starts_with(&format!("{name} ")));
+            line.unwrap().rsplit_once(' ').unwrap().1.parse().unwrap()
+        };
+        assert_eq!(value("dedup_gate_outbox_waiting"), 1.0);
+        assert!(value("dedup_gate_outbox_oldest_waiting_age_seconds") > 0.0);
+        assert_eq!(value("dedup_gate_outbox_delivery_seconds_count"), 7.0);
+        assert!(value("dedup_gate_outbox_delivery_seconds_sum") > 0.0);
         let failed = stands(service, &ids[3]);
         assert_eq!(
             (&failed["status"], &failed["tried"]),

@@ -673,6 +673,34 @@ fn a_setting_that_is_out_of_bounds_is_refused_by_name() {
 }
 
 #[test]
+fn an_outbox_that_cannot_be_is_refused_without_its_secrets() {
+    let metadata = format!("*=http://{SECRET}@169.254.169.254/{SECRET}");
+    for (name, value) in [
+        ("OUTBOX_ROUTES", metadata.clone()),
+        ("OUTBOX_ROUTES", format!("mail=ftp://a.example/{SECRET}")),
+        ("OUTBOX_ROUTES", format!("http://a.example/{SECRET}")),
+        ("OUTBOX_ROUTES", format!("mail=http://a.example/{SECRET},")),
+        ("OUTBOX_SECRETS", SECRET.to_owned()),
+        ("OUTBOX_SECRETS", format!("whsec_{SECRET}")),
+        ("OUTBOX_ALLOWED_HOSTS", "http://a.example/".to_owned()),
+    ] {
+        let database = Database::new(Backend::Sqlite);
+        let line = refusal(&run(&database, &[], &[(name, &value)]));
+        assert!(
+            line.starts_with(&format!("dedup-gate: {name}: entry ")),
+            "{line}"
+        );
+        assert!(!line.contains(SECRET), "{line}");
+    }
+    let named = [
+        ("OUTBOX_ROUTES", metadata.as_str()),
+        ("OUTBOX_ALLOWED_HOSTS", "169.254.169.254"),
+    ];
+    let service = Service::start_on(Database::new(Backend::Sqlite), &named);
+    assert_eq!(claim(&service, "key")["claimed"], true);
+}
+
+#[test]
 fn a_database_that_cannot_hold_every_text_is_refused() {
     let created =
         "CREATE DATABASE latin1 ENCODING 'LATIN1' LC_COLLATE 'C' LC_CTYPE 'C' TEMPLATE template0";

@@ -17,7 +17,7 @@ use super::auth::Caller;
 use super::claim::StatusName;
 use super::outbox::{self, EffectsReply, OutboxQuery};
 use super::problem::{Code, Problem};
-use super::request::{NoQuery, Query, decode};
+use super::request::{NoQuery, Query, WholeParameter, decode};
 use crate::domain::rfc3339;
 use crate::domain::text::{IdempotencyKey, Name};
 use crate::lab::{Lab, LabError, WINDOW_SECONDS};
@@ -60,24 +60,6 @@ struct StateQuery {
     /// Only the accounts of this name.
     #[param(value_type = Option<String>, min_length = 1, max_length = 255)]
     account: Option<Name>,
-}
-
-/// A whole number, written in digits.
-#[derive(Debug, Deserialize)]
-#[serde(try_from = "String")]
-struct WholeParameter<const MIN: u32, const MAX: u32>(u32);
-
-impl<const MIN: u32, const MAX: u32> TryFrom<String> for WholeParameter<MIN, MAX> {
-    type Error = String;
-
-    fn try_from(text: String) -> Result<Self, String> {
-        let is_digits = text.bytes().all(|byte| byte.is_ascii_digit());
-        text.parse()
-            .ok()
-            .filter(|number| is_digits && (MIN..=MAX).contains(number))
-            .map(Self)
-            .ok_or_else(|| format!("must be a whole number from {MIN} to {MAX}"))
-    }
 }
 
 /// What the tries of a payment came to.

@@ -16,7 +16,7 @@ use super::claim::{
 };
 use super::outbox::{EffectRequest, effects};
 use super::problem::{Code, Problem};
-use super::request::{Attempt, JsonBody, NoQuery, Query, any_value, decode};
+use super::request::{Attempt, JsonBody, Limit, NoQuery, Query, any_value, decode};
 use crate::domain::act::{Act, Renewal};
 use crate::domain::claim::{Claim, DEFAULT_LEASE_SECONDS, Door};
 use crate::domain::ledger::{Event, Outcome, Phase, Report, Status};
@@ -28,10 +28,6 @@ use crate::store::{Cursor, Entry, Filter};
 
 /// How many bytes a result may have as JSON text without white space.
 const MAX_RESULT: usize = 64 * 1024;
-
-/// How many entries a page of the list holds where the caller does not say, and at most.
-const DEFAULT_LIMIT: u32 = 50;
-const MAX_LIMIT: u32 = 500;
 
 /// The work begins.
 #[derive(Debug, Deserialize, ToSchema)]
@@ -468,7 +464,7 @@ struct ListQuery {
     idempotency_key: Option<IdempotencyKey>,
     /// How many at most.
     #[param(value_type = Option<i32>, minimum = 1, maximum = 500, default = 50)]
-    limit: Option<LimitParameter>,
+    limit: Option<Limit>,
     /// The `next_cursor` of the part before.
     #[param(value_type = Option<String>)]
     cursor: Option<CursorParameter>,
@@ -497,23 +493,6 @@ impl TryFrom<String> for BoolParameter {
 
     fn try_from(text: String) -> Result<Self, Self::Error> {
         text.parse().map(Self).map_err(|_| "must be true or false")
-    }
-}
-
-#[derive(Debug, Deserialize)]
-#[serde(try_from = "String")]
-pub(super) struct LimitParameter(pub(super) u32);
-
-impl TryFrom<String> for LimitParameter {
-    type Error = String;
-
-    fn try_from(text: String) -> Result<Self, String> {
-        let is_digits = text.bytes().all(|byte| byte.is_ascii_digit());
-        text.parse()
-            .ok()
-            .filter(|limit| is_digits && (1..=MAX_LIMIT).contains(limit))
-            .map(Self)
-            .ok_or_else(|| format!("must be a whole number from 1 to {MAX_LIMIT}"))
     }
 }
 
@@ -562,7 +541,7 @@ pub async fn list(query: Query, gate: Data<Gate>) -> Result<Json<ListReply>, Pro
         conflict: query.conflict.map(|conflict| conflict.0),
         order_id: query.order_id.map(Name::into_string),
         key: query.idempotency_key,
-        limit: query.limit.map_or(DEFAULT_LIMIT, |limit| limit.0),
+        limit: query.limit.unwrap_or(Limit::DEFAULT).0,
         cursor: query.cursor.map(|cursor| cursor.0),
     };
     let page = gate.list(filter).await?;

@@ -7,9 +7,8 @@ use serde_json::Value;
 use utoipa::{IntoParams, ToSchema};
 use uuid::Uuid;
 
-use super::ledger::LimitParameter;
 use super::problem::{Code, Problem};
-use super::request::{NoQuery, Query, Whole, any_value, decode};
+use super::request::{Limit, NoQuery, Query, Whole, any_value, decode};
 use crate::domain::effect::{Delivery, Due, Effect};
 use crate::domain::route::Routes;
 use crate::domain::text::Topic;
@@ -19,9 +18,6 @@ use crate::store::outbox::{Parcel, ParcelFilter, Try};
 
 /// How many effects a report may have.
 const MAX_EFFECTS: usize = 20;
-
-/// How many effects a page of the list holds where the caller does not say.
-const DEFAULT_LIMIT: u32 = 50;
 
 /// How far ahead an effect may be put off, in seconds: a year.
 pub(super) const MAX_DELAY: u32 = 31_536_000;
@@ -264,7 +260,7 @@ pub(super) struct OutboxQuery {
     topic: Option<Topic>,
     /// How many at most.
     #[param(value_type = Option<i32>, minimum = 1, maximum = 500, default = 50)]
-    limit: Option<LimitParameter>,
+    limit: Option<Limit>,
     /// The `next_cursor` of the part before.
     #[param(value_type = Option<String>)]
     cursor: Option<CursorParameter>,
@@ -335,7 +331,7 @@ pub(super) async fn list_of(query: Query, gate: &Gate) -> Result<Json<EffectsRep
     let filter = ParcelFilter {
         delivery: query.status.map(|status| status.0),
         topic: query.topic.map(|topic| topic.as_str().to_owned()),
-        limit: query.limit.map_or(DEFAULT_LIMIT, |limit| limit.0),
+        limit: query.limit.unwrap_or(Limit::DEFAULT).0,
         cursor: query.cursor.map(|cursor| cursor.0),
     };
     let page = gate.list_effects(filter).await?;

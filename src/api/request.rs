@@ -266,6 +266,32 @@ impl<'de, const MIN: u32, const MAX: u32> Deserialize<'de> for Whole<MIN, MAX> {
     }
 }
 
+/// [`Whole`], as a query has it: written in digits alone.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
+#[serde(try_from = "String")]
+pub struct WholeParameter<const MIN: u32, const MAX: u32>(pub u32);
+
+impl<const MIN: u32, const MAX: u32> TryFrom<String> for WholeParameter<MIN, MAX> {
+    type Error = String;
+
+    fn try_from(text: String) -> Result<Self, String> {
+        let is_digits = text.bytes().all(|byte| byte.is_ascii_digit());
+        text.parse()
+            .ok()
+            .filter(|number| is_digits && (MIN..=MAX).contains(number))
+            .map(Self)
+            .ok_or_else(|| format!("must be a whole number from {MIN} to {MAX}"))
+    }
+}
+
+/// How many elements a page of a list holds at most.
+pub type Limit = WholeParameter<1, 500>;
+
+impl Limit {
+    /// What it is where the caller does not say.
+    pub const DEFAULT: Self = WholeParameter(50);
+}
+
 /// The number of an attempt, from 1.
 pub type Attempt = Whole<1, { i32::MAX.cast_unsigned() }>;
 

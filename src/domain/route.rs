@@ -205,10 +205,10 @@ fn is_forbidden_v4(address: Ipv4Addr) -> bool {
 }
 
 /// The IPv4 address that an IPv6 address stands for: mapped or compatible (RFC 4291, section 2.5.5),
-/// or behind a NAT64 (RFC 6052, section 2.1).
+/// translated (RFC 2765, section 2.1), behind a NAT64 (RFC 6052, section 2.1, and RFC 8215), or reached by 6to4
+/// (RFC 3056, section 2).
 fn embedded_v4(address: Ipv6Addr) -> Option<Ipv4Addr> {
     match address.segments() {
-        // Mapped and compatible ones, those that a translator makes, and those of 6to4.
         [0, 0, 0, 0, 0, 0 | 0xffff, high, low]
         | [0, 0, 0, 0, 0xffff, 0, high, low]
         | [0x64, 0xff9b, 0, 0, 0, 0, high, low]
@@ -301,6 +301,17 @@ mod tests {
     }
 
     #[test]
+    fn there_are_a_hundred_at_most() {
+        let of = |count: usize| {
+            let entries = (0..count).map(|number| format!("t{number}=http://a.example/"));
+            parse(&entries.collect::<Vec<_>>().join(","))
+        };
+        assert_eq!(of(100).unwrap().iter().count(), 100);
+        let refused = of(101).unwrap_err();
+        assert_eq!(refused, "OUTBOX_ROUTES: 101 entries are more than 100");
+    }
+
+    #[test]
     fn a_comma_inside_a_url_is_explained() {
         for bad in ["a=http://h/?x=1,2", "a=http://h/?x=1,y=2"] {
             assert!(parse(bad).unwrap_err().contains("%2C"));
@@ -334,6 +345,9 @@ mod tests {
             "[::ffff:a9fe:a9fe]",
             "[::169.254.169.254]",
             "[64:ff9b::a9fe:a9fe]",
+            "[64:ff9b:1::a9fe:a9fe]",
+            "[::ffff:0:a9fe:a9fe]",
+            "[2002:a9fe:a9fe::1]",
             "[fd00:ec2::254]",
             "[FD00:0EC2:0:0::254]",
             "[fd20:ce::254]",

@@ -50,8 +50,7 @@ impl SqliteStore {
                 "LAB: the SQLite file {path} is the lab's, and holds a gate: name another in DATABASE_URL, or leave LAB out"
             )));
         }
-        let store = Self::open(&path, replay_window)?;
-        Ok(store)
+        Self::open(&path, replay_window)
     }
 }
 
